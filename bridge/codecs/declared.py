@@ -1,0 +1,95 @@
+"""The codecs by name. Each is one declared object; nothing anywhere matches on parts of a name.
+
+`declared(name).for_layer(head_dim, source)` gives the SlotCodec that stands in a manifest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from bridge.codecs import tables
+from bridge.codecs.errors import NotCarried, UnknownCodec
+from bridge.wire.coding import Coding, CodingKind, Element, Rotation, SlotCodec
+
+
+@dataclass(frozen=True)
+class SideRule:
+    """How one side's Coding follows from a layer's head dimension and source type. bits 0: those of the source."""
+
+    kind: CodingKind
+    bits: int = 0
+
+    def coding(self, head_dim: int, source: Element) -> Coding:
+        if self.kind is CodingKind.RAW:
+            return Coding(CodingKind.RAW, source.bits, source)
+        if self.kind is CodingKind.FP8:
+            return Coding(CodingKind.FP8, 8, Element.E4M3FN)
+        if self.kind is CodingKind.AFFINE:
+            return Coding(CodingKind.AFFINE, self.bits)
+        return Coding(CodingKind.CODEBOOK, self.bits, rotation=Rotation.SYLVESTER_HADAMARD, codebook=tables.digest(head_dim, self.bits))
+
+
+@dataclass(frozen=True)
+class DeclaredCodec:
+    """A codec that users name. vllm: the name of vLLM's cache dtype with the same slots, if there is one."""
+
+    name: str
+    key: SideRule
+    value: SideRule
+    vllm: str = ""
+
+    @property
+    def lossless(self) -> bool:
+        """Whether K and V come back bit for bit."""
+        return self.key.kind is CodingKind.RAW and self.value.kind is CodingKind.RAW
+
+    def for_layer(self, head_dim: int, source: Element) -> SlotCodec:
+        """The SlotCodec for vectors of `head_dim` elements of type `source` (BF16, FP16 or FP32). Raises NotCarried."""
+        if source not in (Element.BF16, Element.FP16, Element.FP32):
+            raise NotCarried(f"codec {self.name} takes bf16, fp16 or fp32 pages, not {source.name}")
+        if head_dim % 16:
+            raise NotCarried(f"head dimension {head_dim} is no multiple of 16", remedy="no codec carries this model")
+        if CodingKind.CODEBOOK in (self.key.kind, self.value.kind) and head_dim not in tables.head_dims():
+            powers = ", ".join(map(str, tables.head_dims()))
+            raise NotCarried(f"codec {self.name} rotates keys, which needs a head dimension of {powers}; this model has {head_dim}")
+        codec = SlotCodec(self.key.coding(head_dim, source), self.value.coding(head_dim, source))
+        codec.check_head_dim(head_dim)
+        return codec
+
+
+_RAW, _FP8 = SideRule(CodingKind.RAW), SideRule(CodingKind.FP8)
+_ROTATED_3, _ROTATED_4 = SideRule(CodingKind.CODEBOOK, 3), SideRule(CodingKind.CODEBOOK, 4)
+_AFFINE_3, _AFFINE_4 = SideRule(CodingKind.AFFINE, 3), SideRule(CodingKind.AFFINE, 4)
+
+RAW = DeclaredCodec("raw", _RAW, _RAW)
+FP8_E4M3 = DeclaredCodec("fp8_e4m3", _FP8, _FP8)
+TURBOQUANT_K8V4 = DeclaredCodec("turboquant_k8v4", _FP8, _AFFINE_4, vllm="turboquant_k8v4")
+TURBOQUANT_4BIT_NC = DeclaredCodec("turboquant_4bit_nc", _ROTATED_4, _AFFINE_4, vllm="turboquant_4bit_nc")
+TURBOQUANT_K3V4_NC = DeclaredCodec("turboquant_k3v4_nc", _ROTATED_3, _AFFINE_4, vllm="turboquant_k3v4_nc")
+TURBOQUANT_3BIT_NC = DeclaredCodec("turboquant_3bit_nc", _ROTATED_3, _AFFINE_3, vllm="turboquant_3bit_nc")
+
+CODECS: dict[str, DeclaredCodec] = {
+    codec.name: codec for codec in (RAW, FP8_E4M3, TURBOQUANT_K8V4, TURBOQUANT_4BIT_NC, TURBOQUANT_K3V4_NC, TURBOQUANT_3BIT_NC)
+}
+"""Every declared codec by name, from most to fewest bits."""
+
+
+def declared(name: str) -> DeclaredCodec:
+    """The codec of this name. Raises UnknownCodec, with a suggestion."""
+    if name in CODECS:
+        return CODECS[name]
+    close = get_close_matches(name, CODECS, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"the codecs are {', '.join(CODECS)}"
+    raise UnknownCodec(f"there is no codec named {name!r}", remedy=hint)
+
+
+def check_tables(codec: SlotCodec, head_dim: int) -> None:
+    """Raises BadCodebook unless the code books that a received codec names are the ones held here."""
+    from bridge.wire.errors import BadCodebook
+
+    for side in (codec.key, codec.value):
+        if side.kind is CodingKind.CODEBOOK:
+            held = tables.digest(head_dim, side.bits) if head_dim in tables.head_dims() else None
+            if held != side.codebook:
+                raise BadCodebook(f"the {side.bits} bit code book for head dimension {head_dim} is not the one held here")

@@ -1,0 +1,29 @@
+"""The root of every typed failure. A failure has a clause (its name in counters, refusals and the specification) and a remedy."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class KVBridgeError(Exception):
+    """Something that kvbridge refused or could not do.
+
+    `clause` names the rule that was broken, in counters and on the control channel; `remedy` says what the operator can do.
+    `str(error)` is one sentence of detail followed by the remedy.
+    """
+
+    clause: ClassVar[str] = "error"
+    remedy: ClassVar[str] = ""
+
+    def __init__(self, detail: str, *, remedy: str | None = None) -> None:
+        self.detail = detail.rstrip(".")
+        self.advice = (remedy if remedy is not None else self.remedy).rstrip(".")
+        super().__init__(self.detail + ("; " + self.advice if self.advice else ""))
+
+
+def all_error_types(root: type[KVBridgeError] = KVBridgeError) -> dict[str, type[KVBridgeError]]:
+    """Every error type that is defined so far, by clause."""
+    found = {root.clause: root}
+    for child in root.__subclasses__():
+        found.update(all_error_types(child))
+    return found

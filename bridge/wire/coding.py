@@ -1,0 +1,177 @@
+"""What the bytes of one side (K or V) of a slot are: the description that stands in the manifest, and the sizes that follow from it."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+from bridge.wire import errors
+
+BLOCK_TOKENS = 16
+"""Tokens of a wire block. Blocks lie on the absolute grid of multiples of this number."""
+
+CODING_BYTES = 40
+_CODING = struct.Struct("<BBBBI32s")
+NO_CODEBOOK = bytes(32)
+
+
+class CodingKind(IntEnum):
+    RAW = 1
+    """Elements as the engine keeps them."""
+    FP8 = 2
+    """Eight-bit floats; one scale a layer and side stands in the manifest."""
+    CODEBOOK = 3
+    """Rotated, normalised, nearest entry of a scalar code book; the vector's norm as fp16 beside it."""
+    AFFINE = 4
+    """Unsigned integers between the vector's least and greatest element; (scale, zero) as fp16 beside them."""
+
+
+class Element(IntEnum):
+    NONE = 0
+    BF16 = 1
+    FP16 = 2
+    FP32 = 3
+    E4M3FN = 4
+
+    @property
+    def bits(self) -> int:
+        return {Element.NONE: 0, Element.BF16: 16, Element.FP16: 16, Element.FP32: 32, Element.E4M3FN: 8}[self]
+
+
+class Rotation(IntEnum):
+    NONE = 0
+    SYLVESTER_HADAMARD = 1
+    """Sylvester's matrix of +1 and -1, over the square root of the head dimension; no random signs."""
+
+
+@dataclass(frozen=True)
+class Coding:
+    """One side of a codec.
+
+    kind, element, bits: what a code is. rotation: what the vector went through first.
+    codebook: SHA-256 over the code book's little-endian fp32 entries (zeros where there is none); it depends on the head dimension.
+    """
+
+    kind: CodingKind
+    bits: int
+    element: Element = Element.NONE
+    rotation: Rotation = Rotation.NONE
+    codebook: bytes = NO_CODEBOOK
+
+    @property
+    def scalars(self) -> int:
+        """fp16 scalars beside the codes of one vector: the norm, or scale and zero."""
+        return {CodingKind.CODEBOOK: 1, CodingKind.AFFINE: 2}.get(self.kind, 0)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether one scale a layer and side stands in the manifest."""
+        return self.kind is CodingKind.FP8
+
+    def code_bytes(self, head_dim: int) -> int:
+        """Bytes of one vector's codes."""
+        return head_dim * self.bits // 8
+
+    def scalar_bytes(self) -> int:
+        """Bytes of one vector's scalars."""
+        return 2 * self.scalars
+
+    def check(self) -> None:
+        """Raises BadCoding where the parameters contradict each other."""
+        kind, element, bits = self.kind, self.element, self.bits
+        consistent = {
+            CodingKind.RAW: element in (Element.BF16, Element.FP16, Element.FP32) and bits == element.bits,
+            CodingKind.FP8: element is Element.E4M3FN and bits == 8,
+            CodingKind.CODEBOOK: element is Element.NONE and bits in (3, 4),
+            CodingKind.AFFINE: element is Element.NONE and bits in (3, 4),
+        }[kind]
+        rotated = self.rotation is not Rotation.NONE
+        has_book = self.codebook != NO_CODEBOOK
+        if not consistent or rotated != (kind is CodingKind.CODEBOOK) or has_book != (kind is CodingKind.CODEBOOK):
+            raise errors.BadCoding(f"a coding of kind {kind.name} with {bits} bits, element {element.name}, rotation {self.rotation.name}")
+
+    def check_head_dim(self, head_dim: int) -> None:
+        """Raises BadHeadDim where vectors of this length cannot be coded."""
+        if self.rotation is not Rotation.NONE and head_dim & (head_dim - 1):
+            raise errors.BadHeadDim(f"head dimension {head_dim} is no power of two, which the Hadamard rotation of this codec needs")
+        if head_dim * self.bits % 8:
+            raise errors.BadHeadDim(f"{head_dim} codes of {self.bits} bits do not fill whole bytes")
+
+    def to_bytes(self) -> bytes:
+        return _CODING.pack(self.kind, self.bits, self.element, self.rotation, 0, self.codebook)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Coding:
+        """Parses CODING_BYTES bytes. Raises BadCoding or ReservedNotZero."""
+        kind, bits, element, rotation, reserved, codebook = _CODING.unpack(data)
+        if reserved:
+            raise errors.ReservedNotZero("the reserved bytes of a coding are not zero")
+        try:
+            coding = cls(CodingKind(kind), bits, Element(element), Rotation(rotation), codebook)
+        except ValueError as error:
+            raise errors.BadCoding(f"unknown coding: {error}") from None
+        coding.check()
+        return coding
+
+
+def codebook_digest(entries: bytes) -> bytes:
+    """SHA-256 over a code book's little-endian fp32 entries in ascending order."""
+    return hashlib.sha256(entries).digest()
+
+
+@dataclass(frozen=True)
+class Plane:
+    """A contiguous part of a block: 16 rows of `row_bytes`, one a token, from byte `offset` of the block on."""
+
+    name: str
+    offset: int
+    row_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return BLOCK_TOKENS * self.row_bytes
+
+
+@dataclass(frozen=True)
+class SlotCodec:
+    """How K and V of one token and kv head travel: the unit that a manifest's codec table lists."""
+
+    key: Coding
+    value: Coding
+
+    def slot_bytes(self, head_dim: int) -> int:
+        """Bytes of one token and kv head, K and V, codes and scalars."""
+        return sum(side.code_bytes(head_dim) + side.scalar_bytes() for side in (self.key, self.value))
+
+    def block_bytes(self, head_dim: int) -> int:
+        """Bytes of a wire block, without its tag."""
+        return BLOCK_TOKENS * self.slot_bytes(head_dim)
+
+    def planes(self, head_dim: int) -> tuple[Plane, Plane, Plane, Plane]:
+        """K codes, V codes, K scalars, V scalars, in the order of the block; a side without scalars has a plane of no bytes."""
+        rows = (
+            ("K codes", self.key.code_bytes(head_dim)),
+            ("V codes", self.value.code_bytes(head_dim)),
+            ("K scalars", self.key.scalar_bytes()),
+            ("V scalars", self.value.scalar_bytes()),
+        )
+        planes, offset = [], 0
+        for name, row_bytes in rows:
+            planes.append(Plane(name, offset, row_bytes))
+            offset += BLOCK_TOKENS * row_bytes
+        return planes[0], planes[1], planes[2], planes[3]
+
+    def check_head_dim(self, head_dim: int) -> None:
+        """Raises BadHeadDim where this codec cannot carry vectors of this length."""
+        self.key.check_head_dim(head_dim)
+        self.value.check_head_dim(head_dim)
+
+    def to_bytes(self) -> bytes:
+        return self.key.to_bytes() + self.value.to_bytes()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> SlotCodec:
+        """Parses 2 * CODING_BYTES bytes. Raises BadCoding or ReservedNotZero."""
+        return cls(Coding.from_bytes(data[:CODING_BYTES]), Coding.from_bytes(data[CODING_BYTES:]))

@@ -1,0 +1,119 @@
+"""Tags: a keyed 8-byte fingerprint of a block's bytes, its valid range and its place.
+
+tag = mask + k[0] * (first | end << 8) + sum over j of k[j + 1] * w[j]  (mod 2**64), w: the block as little-endian u32 words.
+
+The sum is multilinear hashing (Carter and Wegman 1979; Lemire and Kaser, "Strongly universal string hashing is fast", 2014) with
+64-bit keys: two different blocks differ in some word by d = 2**v * odd, v < 32, and k * d hits a given value with probability
+2**-(64 - v) <= 2**-33 over the choice of k. The mask (a ChaCha20 key stream, RFC 8439, addressed by the block's ordinal) hides the
+sum and ties it to lease, generation, layer, kv head and block.
+"""
+
+from __future__ import annotations
+
+import secrets
+import struct
+
+import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+
+from bridge.wire import errors
+from bridge.wire.coding import BLOCK_TOKENS
+from bridge.wire.payload import LayerSpan
+from bridge.wire.sealing import KEY_BYTES
+
+_HASH_KEY_OFFSET = 1 << 37
+"""Byte of the key stream at which the hash keys begin: block counter 2**31, past the masks of 2**34 blocks."""
+
+
+def new_key() -> bytes:
+    """A payload's key: 32 random bytes, used for one payload only."""
+    return secrets.token_bytes(KEY_BYTES)
+
+
+class TagKeys:
+    """The masks and hash keys of one payload.
+
+    key: 32 bytes. lease, generation: as in the manifest. A key must never serve two payloads.
+    """
+
+    def __init__(self, key: bytes, lease: int, generation: int) -> None:
+        self._key = key
+        self._nonce = struct.pack("<QI", lease, generation)
+
+    def _stream(self, offset: int, count: int) -> np.ndarray:
+        """`count` u64 of the key stream from byte `offset` (a multiple of 8) on."""
+        counter, skip = divmod(offset, 64)
+        cipher = Cipher(ChaCha20(self._key, struct.pack("<I", counter) + self._nonce), mode=None).encryptor()
+        return np.frombuffer(cipher.update(bytes(skip + 8 * count)), dtype="<u8", offset=skip)
+
+    def masks(self, first_ordinal: int, count: int) -> np.ndarray:
+        """u64 [count]: masks of the blocks from `first_ordinal` of the payload order on."""
+        return self._stream(8 * first_ordinal, count)
+
+    def hash_keys(self, block_bytes: int) -> np.ndarray:
+        """u64 [1 + block_bytes / 4]: the key of the valid range, then one for each word of a block of this size."""
+        return self._stream(_HASH_KEY_OFFSET, 1 + block_bytes // 4)
+
+
+def valid_ranges(span: LayerSpan) -> np.ndarray:
+    """u64 [span.blocks]: first | end << 8 of each block of a run."""
+    ranges = np.full(span.blocks, BLOCK_TOKENS << 8, dtype=np.uint64)
+    for block in {0, span.blocks - 1}:
+        first, end = span.valid_range(block)
+        ranges[block] = first | end << 8
+    return ranges
+
+
+def hash_blocks(blocks: np.ndarray, ranges: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """The sums without their masks. blocks: u8 [..., n, block_bytes]; ranges: u64 [n]; keys: u64 [1 + block_bytes/4] -> u64 [..., n]."""
+    words = np.ascontiguousarray(blocks).view("<u4")
+    sums = np.zeros(words.shape[:-1], dtype=np.uint64)
+    # A slice at a time keeps the widened words in the cache.
+    for start in range(0, words.shape[-1], 256):
+        part = words[..., start : start + 256].astype(np.uint64)
+        sums += (part * keys[1 + start : 1 + start + part.shape[-1]]).sum(axis=-1, dtype=np.uint64)
+    return sums + ranges * keys[0]
+
+
+def span_masks(span: LayerSpan, keys: TagKeys) -> np.ndarray:
+    """u64 [heads, blocks]: the masks of a span."""
+    return keys.masks(span.first_ordinal, span.heads * span.blocks).reshape(span.heads, span.blocks)
+
+
+def split_runs(data: np.ndarray, span: LayerSpan) -> tuple[np.ndarray, np.ndarray]:
+    """Views on a span's bytes: blocks u8 [heads, blocks, block_bytes] and tag planes u8 [heads, tag_plane_bytes].
+
+    data: u8 [span.nbytes], the span's part of the payload.
+    """
+    runs = data.reshape(span.heads, span.run_bytes)
+    end = span.blocks * span.block_bytes
+    return runs[:, :end].reshape(span.heads, span.blocks, span.block_bytes), runs[:, end:]
+
+
+def write_tags(data: np.ndarray, span: LayerSpan, keys: TagKeys) -> None:
+    """Computes and stores the tags of a span whose blocks are already in `data` (u8 [span.nbytes])."""
+    blocks, planes = split_runs(data, span)
+    tags = hash_blocks(blocks, valid_ranges(span), keys.hash_keys(span.block_bytes)) + span_masks(span, keys)
+    planes[:, : 8 * span.blocks] = tags.astype("<u8").view(np.uint8)
+    planes[:, 8 * span.blocks :] = 0
+
+
+def verify_tags(data: np.ndarray, span: LayerSpan, keys: TagKeys) -> None:
+    """Raises BadTag for the first block of a span (u8 [span.nbytes]) whose tag is wrong, DirtyPadding for its tag plane's padding."""
+    blocks, planes = split_runs(data, span)
+    tags = hash_blocks(blocks, valid_ranges(span), keys.hash_keys(span.block_bytes)) + span_masks(span, keys)
+    stored = np.ascontiguousarray(planes[:, : 8 * span.blocks]).view("<u8")
+    report_bad_tags(stored != tags, span)
+    if planes[:, 8 * span.blocks :].any():
+        raise errors.DirtyPadding("the padding of a tag plane is not zero")
+
+
+def report_bad_tags(bad: np.ndarray, span: LayerSpan) -> None:
+    """Raises BadTag if any of `bad` (bool [heads, blocks]) is set, naming the first."""
+    if bad.any():
+        head, block = np.argwhere(bad)[0]
+        raise errors.BadTag(
+            f"{int(bad.sum())} of {bad.size} blocks failed; the first is layer {span.layer} of the payload, kv head {head}, "
+            f"tokens from {(span.first_block + block) * BLOCK_TOKENS} on"
+        )
