@@ -1,0 +1,150 @@
+"""What can go wrong with a hand-off. Each type is also a counter's name and a clause on the control channel."""
+
+from __future__ import annotations
+
+from bridge.errors import KVBridgeError
+
+
+class HandoffError(KVBridgeError):
+    """A hand-off that did not happen; nothing was committed, and the engine may recompute."""
+
+    clause = "handoff"
+
+
+class PeerLost(HandoffError):
+    """The peer closed the control channel, died, or was silent for too long."""
+
+    clause = "peer_lost"
+    remedy = "the request fails or is recomputed; the next one connects again by itself"
+
+
+class PeerUnknown(HandoffError):
+    """A peer that the configuration does not name, or whose certificate is not the configured one."""
+
+    clause = "peer_unknown"
+    remedy = "name the peer, its address and its certificate in the configuration of this host"
+
+
+class CannotConnect(HandoffError):
+    """The peer's control port does not answer, or the TLS handshake failed."""
+
+    clause = "cannot_connect"
+    remedy = "check that it runs, its address, and that each side's certificate is configured on the other"
+
+
+class CannotListen(HandoffError):
+    """The control port cannot be opened."""
+
+    clause = "cannot_listen"
+    remedy = "choose another port or address"
+
+
+class ProtocolError(HandoffError):
+    """A control message that is malformed, too large, or out of turn."""
+
+    clause = "protocol"
+    remedy = "compare the versions of both sides"
+
+
+class HandoffTimeout(HandoffError):
+    """A step of the hand-off took longer than its bound."""
+
+    clause = "timeout"
+    remedy = "the request fails or is recomputed; raise the bound if the link or the peer is that slow"
+
+
+class StagingFull(HandoffError):
+    """The staging budget has no room for this request now, or could never have it."""
+
+    clause = "staging_full"
+    remedy = "raise the staging budget, lower the chunk size, or hold the engine's pages and offer again later"
+
+
+class UnknownLease(HandoffError):
+    """The prefiller has no such lease: never offered, already freed, or offered by an earlier process."""
+
+    clause = "unknown_lease"
+    remedy = "prefill again"
+
+
+class StaleGeneration(HandoffError):
+    """The lease was offered anew after this ticket was made."""
+
+    clause = "stale_generation"
+    remedy = "use the newest ticket of this request"
+
+
+class LeaseTaken(HandoffError):
+    """Another decoder has claimed this lease."""
+
+    clause = "lease_taken"
+    remedy = "send each ticket to one decoder"
+
+
+class LeaseExpired(HandoffError):
+    """No decoder finished within the lease's time."""
+
+    clause = "lease_expired"
+    remedy = "raise the lease time if decoders are called that late"
+
+
+class Cancelled(HandoffError):
+    """One of the engines gave the request up."""
+
+    clause = "cancelled"
+
+
+class Incompatible(HandoffError):
+    """Both sides are well, but this payload does not fit this decoder."""
+
+    clause = "incompatible"
+
+
+class ModelDiffers(Incompatible):
+    """The two sides hold different models."""
+
+    clause = "model_differs"
+    remedy = "serve the same checkpoint on both sides"
+
+
+class LayersMissing(Incompatible):
+    """The payload lacks a layer or kv head that this decoder needs."""
+
+    clause = "layers_missing"
+    remedy = "compare both sides' TP and PP settings"
+
+
+class HeadsDiffer(Incompatible):
+    """A layer's head count or head dimension is not the decoder's."""
+
+    clause = "heads_differ"
+    remedy = "serve the same checkpoint on both sides"
+
+
+class TokensMissing(Incompatible):
+    """The payload's token range does not cover what the decoder asked for."""
+
+    clause = "tokens_missing"
+    remedy = "prefill the whole prompt before handing it off"
+
+
+class ContentDiffers(Incompatible):
+    """The payload holds the KV of other tokens than the decoder expects."""
+
+    clause = "content_differs"
+    remedy = "send the same prompt to both sides"
+
+
+class BadTicket(HandoffError):
+    """A ticket that is malformed. Tickets travel through routers and are believed only after parsing."""
+
+    clause = "bad_ticket"
+    remedy = "pass the prefiller's ticket on unchanged"
+
+
+class Refused(HandoffError):
+    """The peer refused. `clause` is the peer's clause, so a refusal is counted under its own name on both sides."""
+
+    def __init__(self, clause: str, detail: str, remedy: str) -> None:
+        super().__init__(f"the peer refused: {detail}", remedy=remedy)
+        self.clause = clause  # type: ignore[misc]

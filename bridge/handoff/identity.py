@@ -1,0 +1,104 @@
+"""Who talks to whom: one self-signed certificate a host, every peer's certificate pinned in the configuration, TLS 1.3 both ways.
+
+Trust is by equality with a configured certificate, not by a chain: a peer can vouch for nobody else.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import ssl
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from bridge.handoff.errors import PeerUnknown
+
+_LIFETIME = datetime.timedelta(days=3650)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """This host's name, certificate and private key (PEM files)."""
+
+    name: str
+    certificate: Path
+    private_key: Path
+
+
+@dataclass(frozen=True)
+class PeerConfig:
+    """A peer as the configuration names it. host, port: its control port; not needed for peers that only connect to us."""
+
+    certificate: Path
+    host: str = ""
+    port: int = 0
+
+
+def create_identity(name: str, folder: Path) -> Identity:
+    """Makes a P-256 key and a self-signed certificate in `folder`. The key file is readable by its owner only.
+
+    Raises FileExistsError rather than replace a key.
+    """
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    now = datetime.datetime.now(datetime.timezone.utc)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + _LIFETIME)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    identity = Identity(name, folder / f"{name}.crt", folder / f"{name}.key")
+    private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    handle = os.open(identity.private_key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "wb") as file:
+        file.write(private)
+    identity.certificate.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    return identity
+
+
+def _context(identity: Identity, trusted: Iterable[Path], protocol: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_cert_chain(identity.certificate, identity.private_key)
+    for certificate in trusted:
+        context.load_verify_locations(cafile=certificate)
+    return context
+
+
+def server_context(identity: Identity, peers: Mapping[str, PeerConfig]) -> ssl.SSLContext:
+    """TLS 1.3 for the listening side; clients must show one of the configured certificates."""
+    return _context(identity, (peer.certificate for peer in peers.values()), ssl.PROTOCOL_TLS_SERVER)
+
+
+def client_context(identity: Identity, peer: PeerConfig) -> ssl.SSLContext:
+    """TLS 1.3 for the connecting side; the server must show this peer's certificate."""
+    return _context(identity, [peer.certificate], ssl.PROTOCOL_TLS_CLIENT)
+
+
+class PinnedPeers:
+    """Names of the configured peers by their certificate."""
+
+    def __init__(self, peers: Mapping[str, PeerConfig]) -> None:
+        self._names = {ssl.PEM_cert_to_DER_cert(peer.certificate.read_text()): name for name, peer in peers.items()}
+
+    def name_of(self, certificate: bytes | None) -> str:
+        """The peer that this DER certificate belongs to. Raises PeerUnknown."""
+        name = self._names.get(certificate or b"")
+        if name is None:
+            raise PeerUnknown("a peer showed a certificate that is not in the configuration")
+        return name

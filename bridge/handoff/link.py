@@ -1,0 +1,164 @@
+"""The decoder's side of one prefiller's control connection, and the endpoint that reads its staging memory."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from dataclasses import dataclass
+
+from bridge.handoff import messages
+from bridge.handoff.bounds import Bounds
+from bridge.handoff.channel import Channel
+from bridge.handoff.errors import HandoffError, HandoffTimeout, PeerLost, ProtocolError, Refused
+from bridge.handoff.messages import from_u64, u64
+from bridge.handoff.ticket import Ticket
+from bridge.transfer.agent import Peer, RemoteMemory
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """What a granted claim brings: the sealed manifest and its key."""
+
+    manifest: bytes
+    key: bytes
+
+
+class Receiving:
+    """What the prefiller says about one claimed lease; awaited by the fetch."""
+
+    def __init__(self) -> None:
+        self.slots: dict[int, int] = {}
+        self.error: HandoffError | None = None
+        self.released = False
+        self._changed = asyncio.Condition()
+
+    async def slot(self, chunk: int, timeout: float) -> int:
+        """Byte of the prefiller's staging memory at which the chunk lies. Raises what ended the lease, or HandoffTimeout."""
+        await self._wait(lambda: chunk in self.slots, timeout, f"chunk {chunk} was not packed")
+        return self.slots[chunk]
+
+    async def wait_released(self, timeout: float) -> None:
+        """Raises HandoffTimeout or what ended the lease unless the prefiller confirms the commit."""
+        await self._wait(lambda: self.released, timeout, "the commit was not confirmed")
+
+    async def _wait(self, ready, timeout: float, what: str) -> None:  # type: ignore[no-untyped-def]
+        async with self._changed:
+            try:
+                await asyncio.wait_for(self._changed.wait_for(lambda: ready() or self.error is not None), timeout)
+            except (asyncio.TimeoutError, TimeoutError):
+                raise HandoffTimeout(f"{what} within {timeout} s") from None
+        if not ready() and self.error is not None:
+            raise self.error
+
+    async def update(self, *, slot: messages.Slot | None = None, error: HandoffError | None = None, released: bool = False) -> None:
+        """Takes over what a message says."""
+        async with self._changed:
+            if slot is not None:
+                self.slots[slot.chunk] = slot.offset
+            if error is not None and self.error is None:
+                self.error = error
+            self.released |= released
+            self._changed.notify_all()
+
+
+class Link:
+    """One connected prefiller. Made by `Decoder`, thrown away when the connection ends; the next fetch makes another."""
+
+    def __init__(self, channel: Channel, welcome: messages.Welcome, endpoint: Peer, bounds: Bounds) -> None:
+        self.channel, self.endpoint, self.bounds = channel, endpoint, bounds
+        self.memory = RemoteMemory(from_u64(welcome.address), welcome.nbytes, welcome.device, welcome.index)
+        self.lost: HandoffError | None = None
+        self._sequence = itertools.count(1)
+        self._claims: dict[int, asyncio.Future[messages.Grant]] = {}
+        self._receiving: dict[tuple[int, int], Receiving] = {}
+
+    async def run(self) -> None:
+        """Handles messages until the connection ends, then fails whatever waits for it."""
+        alive = asyncio.create_task(self.channel.keep_alive(self.bounds.heartbeat))
+        try:
+            while True:
+                await self._handle(await self.channel.receive(self.bounds.silence))
+        except HandoffError as error:
+            self.lost = error
+        finally:
+            alive.cancel()
+            if self.lost is None:
+                self.lost = PeerLost("this decoder is shutting down")
+            for future in self._claims.values():
+                if not future.done():
+                    future.set_exception(self.lost)
+            for receiving in self._receiving.values():
+                await receiving.update(error=self.lost)
+            await self.channel.close()
+            # Ends transfers that are under way, so that their staging memory settles.
+            await asyncio.to_thread(self.endpoint.disconnect)
+
+    async def _handle(self, message: messages.Message) -> None:
+        if isinstance(message, messages.Grant):
+            future = self._claims.get(message.sequence)
+            if future is not None and not future.done():
+                future.set_result(message)
+        elif isinstance(message, messages.Refusal):
+            future = self._claims.get(message.sequence)
+            if future is not None and not future.done():
+                future.set_exception(Refused(message.clause, message.detail, message.remedy))
+        elif isinstance(message, messages.Ready):
+            receiving = self._receiving.get((from_u64(message.lease), message.generation))
+            if receiving is not None:
+                await receiving.update(slot=message.slot)
+        elif isinstance(message, messages.Released):
+            receiving = self._receiving.get((from_u64(message.lease), message.generation))
+            if receiving is not None:
+                await receiving.update(released=True)
+        elif isinstance(message, messages.Revoked):
+            receiving = self._receiving.get((from_u64(message.lease), message.generation))
+            if receiving is not None:
+                await receiving.update(error=Refused(message.clause, message.detail, message.remedy))
+        elif not isinstance(message, messages.Ping):
+            raise ProtocolError(f"{self.channel.peer} sent {type(message).__name__}, which only a decoder sends")
+
+    async def claim(self, ticket: Ticket, reader: int, model_digest: bytes) -> tuple[Claimed, Receiving]:
+        """Claims a lease. Raises Refused with the prefiller's clause, HandoffTimeout or PeerLost."""
+        if self.lost is not None:
+            raise self.lost
+        lease = (ticket.lease, ticket.generation)
+        if lease in self._receiving:
+            raise ProtocolError(f"request {ticket.request_id!r} is being fetched already")
+        sequence = next(self._sequence) % 2**32
+        future: asyncio.Future[messages.Grant] = asyncio.get_running_loop().create_future()
+        receiving = Receiving()
+        self._claims[sequence] = future
+        self._receiving[lease] = receiving
+        claim = messages.Claim(sequence, ticket.request_id, u64(ticket.lease), ticket.generation, reader, model_digest)
+        try:
+            await self.channel.send(claim)
+            grant = await asyncio.wait_for(future, self.bounds.claim)
+        except (asyncio.TimeoutError, TimeoutError):
+            self.forget(ticket)
+            raise HandoffTimeout(f"{self.channel.peer} did not answer a claim within {self.bounds.claim} s") from None
+        except BaseException:
+            self.forget(ticket)
+            raise
+        finally:
+            del self._claims[sequence]
+        for slot in grant.ready:
+            await receiving.update(slot=slot)
+        return Claimed(grant.manifest, grant.key), receiving
+
+    def forget(self, ticket: Ticket) -> None:
+        """Ignores what the prefiller may still say about this lease."""
+        self._receiving.pop((ticket.lease, ticket.generation), None)
+
+    async def taken(self, ticket: Ticket, chunk: int) -> None:
+        """Tells that a chunk's bytes have arrived."""
+        await self.channel.send(messages.Taken(u64(ticket.lease), ticket.generation, chunk))
+
+    async def commit(self, ticket: Ticket) -> None:
+        """Tells that everything was verified and landed."""
+        await self.channel.send(messages.Commit(u64(ticket.lease), ticket.generation))
+
+    async def abandon(self, ticket: Ticket, error: HandoffError | BaseException) -> None:
+        """Tells that this decoder gives up, and why."""
+        clause = getattr(error, "clause", "cancelled")
+        detail = getattr(error, "detail", type(error).__name__)
+        await self.channel.send(messages.Abandon(u64(ticket.lease), ticket.generation, clause, detail[:1000]))

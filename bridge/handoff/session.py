@@ -1,0 +1,98 @@
+"""The prefiller's side of one decoder's control connection."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from bridge.handoff import messages
+from bridge.handoff.channel import Channel
+from bridge.handoff.errors import HandoffError, ProtocolError
+from bridge.handoff.messages import from_u64, u64
+
+if TYPE_CHECKING:
+    from bridge.handoff.lease import Lease
+    from bridge.handoff.prefiller import Prefiller
+
+
+class Session:
+    """Serves one authenticated decoder until it goes away; whatever it still held is then freed."""
+
+    def __init__(self, prefiller: Prefiller, channel: Channel) -> None:
+        self._prefiller, self._channel = prefiller, channel
+        self.peer = channel.peer
+        self._outbox: asyncio.Queue[messages.Message] = asyncio.Queue()
+
+    async def serve(self) -> None:
+        """Greets, then handles messages. Raises PeerLost or ProtocolError when the connection ends."""
+        bounds = self._prefiller.bounds
+        hello = await self._channel.receive(bounds.connect)
+        if not isinstance(hello, messages.Hello):
+            raise ProtocolError(f"{self.peer} did not say hello first")
+        self._prefiller.observe("hello", {"peer": self.peer})
+        if hello.major != messages.PROTOCOL_MAJOR or hello.agent != self._prefiller.agent.kind:
+            detail = (
+                f"this prefiller speaks protocol {messages.PROTOCOL_MAJOR} over {self._prefiller.agent.kind}, "
+                f"the decoder {hello.major} over {hello.agent}"
+            )
+            await self._channel.send(messages.Refusal(0, ProtocolError.clause, detail, "run the same version and transfer agent"))
+            raise ProtocolError(detail)
+        await self._channel.send(self._prefiller.welcome())
+        alive = asyncio.create_task(self._channel.keep_alive(bounds.heartbeat))
+        tasks = [alive, asyncio.create_task(self._receive(bounds.silence)), asyncio.create_task(self._send_outbox())]
+        try:
+            done, _ = await asyncio.wait(tasks[1:], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def post(self, message: messages.Message) -> None:
+        """Queues a message, in order; from the loop's thread."""
+        self._outbox.put_nowait(message)
+
+    async def _send_outbox(self) -> None:
+        while True:
+            await self._channel.send(await self._outbox.get())
+
+    async def _receive(self, silence: float) -> None:
+        while True:
+            self._handle(await self._channel.receive(silence))
+
+    def _handle(self, message: messages.Message) -> None:
+        prefiller = self._prefiller
+        if isinstance(message, messages.Claim):
+            prefiller.claimed(self, message)
+        elif isinstance(message, messages.Taken):
+            prefiller.taken(self, from_u64(message.lease), message.generation, message.chunk)
+        elif isinstance(message, messages.Commit):
+            prefiller.committed(self, from_u64(message.lease), message.generation)
+        elif isinstance(message, messages.Abandon):
+            prefiller.abandoned(self, from_u64(message.lease), message.generation, message.clause, message.detail)
+        elif not isinstance(message, messages.Ping):
+            raise ProtocolError(f"{self.peer} sent {type(message).__name__}, which only a prefiller sends")
+
+    def grant(self, sequence: int, lease: Lease) -> None:
+        """Answers a claim with the manifest, its key and the chunks that are ready."""
+        ready = [messages.Slot(chunk, extent.offset) for chunk, extent in sorted(lease.slots.items())]
+        self.post(messages.Grant(sequence, lease.sealed, lease.key, ready))
+
+    def refuse(self, sequence: int, error: HandoffError) -> None:
+        """Answers a claim with the clause that it failed by."""
+        self.post(messages.Refusal(sequence, error.clause, error.detail[:1000], error.advice[:1000]))
+
+    def ready(self, lease: Lease, chunk: int, offset: int) -> None:
+        """Tells that a chunk was packed."""
+        manifest = lease.manifest
+        self.post(messages.Ready(u64(manifest.lease), manifest.generation, messages.Slot(chunk, offset)))
+
+    def revoke(self, lease: Lease, error: HandoffError) -> None:
+        """Takes a lease back."""
+        manifest = lease.manifest
+        self.post(messages.Revoked(u64(manifest.lease), manifest.generation, error.clause, error.detail[:1000], error.advice[:1000]))
+
+    def released(self, lease: Lease) -> None:
+        """Confirms a commit."""
+        self.post(messages.Released(u64(lease.manifest.lease), lease.manifest.generation))

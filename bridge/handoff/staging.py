@@ -1,0 +1,112 @@
+"""A fixed budget of registered memory, handed out in contiguous extents. Whoever finds it full waits or refuses; nothing grows."""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import insort
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bridge.handoff.errors import StagingFull
+
+ALIGNMENT = 4096
+
+
+@dataclass(frozen=True)
+class Extent:
+    """`nbytes` of the staging memory from byte `offset` on."""
+
+    offset: int
+    nbytes: int
+
+
+class StagingPool:
+    """First fit over free extents, merged when given back. Safe for several threads.
+
+    capacity: bytes of the memory. An extent whose transfer is unfinished is quarantined: it counts as used until its `settled` says that
+    no byte can arrive any more, which is asked whenever room is wanted.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity // ALIGNMENT * ALIGNMENT
+        self._free: list[tuple[int, int]] = [(0, self.capacity)] if self.capacity else []
+        self._quarantine: list[tuple[Extent, Callable[[], bool]]] = []
+        self._changed = threading.Condition()
+
+    @property
+    def used(self) -> int:
+        """Bytes that are not free: taken or quarantined."""
+        with self._changed:
+            return self.capacity - sum(size for _, size in self._free)
+
+    @property
+    def quarantined(self) -> int:
+        """Bytes under unfinished transfers that nobody waits for."""
+        with self._changed:
+            self._settle()
+            return sum(_round_up(extent.nbytes) for extent, _ in self._quarantine)
+
+    def try_take(self, nbytes: int) -> Extent | None:
+        """An extent of `nbytes`, or None when there is no room now. Raises StagingFull if there can never be."""
+        size = _round_up(nbytes)
+        if size > self.capacity:
+            raise StagingFull(f"a chunk of {nbytes} bytes is larger than the whole staging budget of {self.capacity}")
+        with self._changed:
+            self._settle()
+            for position, (offset, free) in enumerate(self._free):
+                if free >= size:
+                    if free == size:
+                        del self._free[position]
+                    else:
+                        self._free[position] = (offset + size, free - size)
+                    return Extent(offset, nbytes)
+        return None
+
+    def take(self, nbytes: int, timeout: float) -> Extent:
+        """An extent of `nbytes`, waiting for room up to `timeout` seconds. Raises StagingFull."""
+        deadline = time.monotonic() + timeout
+        while True:
+            extent = self.try_take(nbytes)
+            if extent is not None:
+                return extent
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise StagingFull(f"no room for {nbytes} bytes within {timeout} s ({self.used} of {self.capacity} in use)")
+            with self._changed:
+                # Quarantined extents settle without a notification, hence the short wait.
+                self._changed.wait(min(remaining, 0.05))
+
+    def give_back(self, extent: Extent) -> None:
+        """Frees an extent. Each extent is given back exactly once."""
+        with self._changed:
+            self._insert(extent)
+            self._changed.notify_all()
+
+    def quarantine(self, extent: Extent, settled: Callable[[], bool]) -> None:
+        """Frees an extent as soon as `settled()` is true; until then bytes may still arrive in it."""
+        with self._changed:
+            self._quarantine.append((extent, settled))
+
+    def _settle(self) -> None:
+        waiting = []
+        for extent, settled in self._quarantine:
+            if settled():
+                self._insert(extent)
+            else:
+                waiting.append((extent, settled))
+        self._quarantine = waiting
+
+    def _insert(self, extent: Extent) -> None:
+        insort(self._free, (extent.offset, _round_up(extent.nbytes)))
+        merged: list[tuple[int, int]] = []
+        for offset, size in self._free:
+            if merged and merged[-1][0] + merged[-1][1] == offset:
+                merged[-1] = (merged[-1][0], merged[-1][1] + size)
+            else:
+                merged.append((offset, size))
+        self._free = merged
+
+
+def _round_up(nbytes: int) -> int:
+    return max(nbytes + ALIGNMENT - 1, ALIGNMENT) // ALIGNMENT * ALIGNMENT

@@ -1,0 +1,45 @@
+"""The ticket: what a prefiller gives the router and the router gives a decoder. It holds no address and no secret."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from bridge.handoff.errors import BadTicket
+from bridge.wire.manifest import MAX_REQUEST_ID_BYTES
+
+MAX_PEER_NAME = 128
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Names one offered payload.
+
+    peer: the prefiller's name in the decoder's configuration, which alone decides where to connect. lease, generation: as in the manifest.
+    """
+
+    peer: str
+    request_id: str
+    lease: int
+    generation: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for a router's JSON. The lease is hexadecimal, since JSON numbers lose 64-bit integers."""
+        return {**asdict(self), "lease": f"{self.lease:016x}"}
+
+    @classmethod
+    def from_dict(cls, data: object) -> Ticket:
+        """Parses what a router passed on. Raises BadTicket for anything but a well-formed ticket; unknown keys are ignored."""
+        if not isinstance(data, dict):
+            raise BadTicket(f"a ticket is an object, not {type(data).__name__}")
+        peer, request_id = data.get("peer"), data.get("request_id")
+        lease, generation = data.get("lease"), data.get("generation")
+        if not isinstance(peer, str) or not 1 <= len(peer) <= MAX_PEER_NAME:
+            raise BadTicket("a ticket's peer is a name of 1 to 128 characters")
+        if not isinstance(request_id, str) or not 1 <= len(request_id.encode(errors="replace")) <= MAX_REQUEST_ID_BYTES:
+            raise BadTicket(f"a ticket's request_id has 1 to {MAX_REQUEST_ID_BYTES} bytes")
+        if not isinstance(lease, str) or len(lease) != 16 or any(c not in "0123456789abcdef" for c in lease):
+            raise BadTicket("a ticket's lease has 16 hexadecimal digits")
+        if not isinstance(generation, int) or isinstance(generation, bool) or not 0 <= generation < 2**32:
+            raise BadTicket("a ticket's generation is an integer below 2**32")
+        return cls(peer, request_id, int(lease, 16), generation)
