@@ -25,9 +25,9 @@ class SideRule:
             return Coding(CodingKind.RAW, source.bits, source)
         if self.kind is CodingKind.FP8:
             return Coding(CodingKind.FP8, 8, Element.E4M3FN)
-        if self.kind is CodingKind.AFFINE:
-            return Coding(CodingKind.AFFINE, self.bits)
-        return Coding(CodingKind.CODEBOOK, self.bits, rotation=Rotation.SYLVESTER_HADAMARD, codebook=tables.digest(head_dim, self.bits))
+        if self.kind in (CodingKind.AFFINE, CodingKind.INT8):
+            return Coding(self.kind, self.bits)
+        return Coding(CodingKind.CODEBOOK, self.bits, rotation=Rotation.SYLVESTER_HADAMARD, digest=tables.digest(head_dim, self.bits))
 
 
 @dataclass(frozen=True)
@@ -61,16 +61,19 @@ class DeclaredCodec:
 _RAW, _FP8 = SideRule(CodingKind.RAW), SideRule(CodingKind.FP8)
 _ROTATED_3, _ROTATED_4 = SideRule(CodingKind.CODEBOOK, 3), SideRule(CodingKind.CODEBOOK, 4)
 _AFFINE_3, _AFFINE_4 = SideRule(CodingKind.AFFINE, 3), SideRule(CodingKind.AFFINE, 4)
+_INT8 = SideRule(CodingKind.INT8, 8)
 
 RAW = DeclaredCodec("raw", _RAW, _RAW)
 FP8_E4M3 = DeclaredCodec("fp8_e4m3", _FP8, _FP8)
+INT8_PER_TOKEN_HEAD = DeclaredCodec("int8_per_token_head", _INT8, _INT8)
 TURBOQUANT_K8V4 = DeclaredCodec("turboquant_k8v4", _FP8, _AFFINE_4, vllm="turboquant_k8v4")
 TURBOQUANT_4BIT_NC = DeclaredCodec("turboquant_4bit_nc", _ROTATED_4, _AFFINE_4, vllm="turboquant_4bit_nc")
 TURBOQUANT_K3V4_NC = DeclaredCodec("turboquant_k3v4_nc", _ROTATED_3, _AFFINE_4, vllm="turboquant_k3v4_nc")
 TURBOQUANT_3BIT_NC = DeclaredCodec("turboquant_3bit_nc", _ROTATED_3, _AFFINE_3, vllm="turboquant_3bit_nc")
 
 CODECS: dict[str, DeclaredCodec] = {
-    codec.name: codec for codec in (RAW, FP8_E4M3, TURBOQUANT_K8V4, TURBOQUANT_4BIT_NC, TURBOQUANT_K3V4_NC, TURBOQUANT_3BIT_NC)
+    codec.name: codec
+    for codec in (RAW, FP8_E4M3, INT8_PER_TOKEN_HEAD, TURBOQUANT_K8V4, TURBOQUANT_4BIT_NC, TURBOQUANT_K3V4_NC, TURBOQUANT_3BIT_NC)
 }
 """Every declared codec by name, from most to fewest bits."""
 
@@ -91,5 +94,5 @@ def check_tables(codec: SlotCodec, head_dim: int) -> None:
     for side in (codec.key, codec.value):
         if side.kind is CodingKind.CODEBOOK:
             held = tables.digest(head_dim, side.bits) if head_dim in tables.head_dims() else None
-            if held != side.codebook:
+            if held != side.digest:
                 raise BadCodebook(f"the {side.bits} bit code book for head dimension {head_dim} is not the one held here")

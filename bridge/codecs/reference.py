@@ -72,8 +72,10 @@ def unpack_bits(packed: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _to_fp16(x: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        return x.astype("<f2").view(np.uint8)
+    """Scalars as little-endian fp16 bytes: nearest even, overflow is infinity, every NaN is 0x7e00."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        half = x.astype("<f2")
+    return np.where(np.isnan(half), np.uint16(0x7E00), half.view("<u2")).view(np.uint8)
 
 
 def encode(x: np.ndarray, coding: Coding, scale: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
@@ -91,27 +93,45 @@ def encode(x: np.ndarray, coding: Coding, scale: float = 1.0) -> tuple[np.ndarra
         return encode_e4m3(x if scale == 1.0 else x / np.float32(scale)), none
     if coding.kind is CodingKind.CODEBOOK:
         return _encode_codebook(x, coding.bits)
-    return _encode_affine(x, coding.bits)
+    if coding.kind is CodingKind.AFFINE:
+        return _encode_affine(x, coding.bits)
+    if coding.kind is CodingKind.INT8:
+        return _encode_int8(x)
+    raise TypeError(f"{coding.kind.name} sides are carried as they are")
 
 
 def _encode_codebook(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
     head_dim = x.shape[-1]
-    norm = np.sqrt(sum_of_squares(x))
-    inverse = _ONE / (norm + _NORM_EPSILON)
-    rotated = butterfly(x)
-    unit = rotated * inverse[..., None]
-    unit = unit * np.float32(1 / np.sqrt(head_dim))
+    with np.errstate(invalid="ignore", over="ignore"):
+        norm = np.sqrt(sum_of_squares(x))
+        inverse = _ONE / (norm + _NORM_EPSILON)
+        rotated = butterfly(x)
+        unit = rotated * inverse[..., None]
+        unit = unit * np.float32(1 / np.sqrt(head_dim))
+    # A coordinate that is NaN reaches no midpoint: code 0.
     codes = (unit[..., None] >= tables.midpoints(head_dim, bits)).sum(axis=-1, dtype=np.uint8)
     return pack_bits(codes, bits), _to_fp16(norm[..., None])
 
 
 def _encode_affine(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
     levels = np.float32(2**bits - 1)
-    zero = x.min(axis=-1, keepdims=True)
-    scale = np.maximum((x.max(axis=-1, keepdims=True) - zero) / levels, _SCALE_FLOOR)
-    steps = (x - zero) / scale
-    codes = np.clip(np.trunc(steps + np.float32(0.5)), 0, levels).astype(np.uint8)
+    with np.errstate(invalid="ignore", over="ignore"):
+        # Adding zero makes a negative zero positive.
+        zero = x.min(axis=-1, keepdims=True) + np.float32(0)
+        scale = np.maximum((x.max(axis=-1, keepdims=True) - zero) / levels, _SCALE_FLOOR)
+        steps = (x - zero) / scale
+        codes = np.trunc(steps + np.float32(0.5))
+    codes = np.clip(np.where(np.isnan(codes), np.float32(0), codes), 0, levels).astype(np.uint8)
     return pack_bits(codes, bits), _to_fp16(np.concatenate([scale, zero], axis=-1))
+
+
+def _encode_int8(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    with np.errstate(invalid="ignore", over="ignore"):
+        scale = np.maximum(np.abs(x).max(axis=-1, keepdims=True) / np.float32(127), _SCALE_FLOOR)
+        codes = np.rint(x / scale)
+    codes = np.clip(np.where(np.isnan(codes), np.float32(0), codes), -127, 127).astype(np.int8)
+    stored = np.where(np.isnan(scale), np.uint32(0x7FC00000), scale.view(np.uint32)).astype("<u4")
+    return codes.view(np.uint8), stored.view(np.uint8)
 
 
 def decode(codes: np.ndarray, scalars: np.ndarray, coding: Coding, head_dim: int, scale: float = 1.0) -> np.ndarray:
@@ -124,6 +144,8 @@ def decode(codes: np.ndarray, scalars: np.ndarray, coding: Coding, head_dim: int
     if coding.kind is CodingKind.FP8:
         values = decode_e4m3(codes)
         return values if scale == 1.0 else values * np.float32(scale)
+    if coding.kind is CodingKind.INT8:
+        return codes.view(np.int8).astype(np.float32) * np.ascontiguousarray(scalars).view("<f4")
     halves = np.ascontiguousarray(scalars).view("<f2").astype(np.float32)
     if coding.kind is CodingKind.AFFINE:
         return unpack_bits(codes, coding.bits).astype(np.float32) * halves[..., :1] + halves[..., 1:]

@@ -14,10 +14,12 @@ BLOCK_TOKENS = 16
 
 CODING_BYTES = 40
 _CODING = struct.Struct("<BBBBI32s")
-NO_CODEBOOK = bytes(32)
+NO_DIGEST = bytes(32)
 
 
 class CodingKind(IntEnum):
+    NONE = 0
+    """No bytes: the value side of a cache that keeps one vector a token (MLA latents, indexer keys)."""
     RAW = 1
     """Elements as the engine keeps them."""
     FP8 = 2
@@ -26,6 +28,14 @@ class CodingKind(IntEnum):
     """Rotated, normalised, nearest entry of a scalar code book; the vector's norm as fp16 beside it."""
     AFFINE = 4
     """Unsigned integers between the vector's least and greatest element; (scale, zero) as fp16 beside them."""
+    INT8 = 5
+    """Signed integers of the vector over its greatest magnitude; the scale as fp32 beside them."""
+    OPAQUE = 6
+    """Bytes of a declared meaning that this format does not interpret: `row_bytes` of them a token."""
+
+
+_SCALAR_BYTES = {CodingKind.CODEBOOK: 2, CodingKind.AFFINE: 4, CodingKind.INT8: 4}
+MAX_OPAQUE_BYTES = 1 << 20
 
 
 class Element(IntEnum):
@@ -50,20 +60,17 @@ class Rotation(IntEnum):
 class Coding:
     """One side of a codec.
 
-    kind, element, bits: what a code is. rotation: what the vector went through first.
-    codebook: SHA-256 over the code book's little-endian fp32 entries (zeros where there is none); it depends on the head dimension.
+    kind, element, bits: what a code is. rotation: what the vector went through first. row_bytes: bytes a token of an OPAQUE side.
+    digest: SHA-256 of the code book's little-endian fp32 entries (CODEBOOK; it depends on the head dimension), or of the meaning's
+    name (OPAQUE); zeros otherwise.
     """
 
     kind: CodingKind
-    bits: int
+    bits: int = 0
     element: Element = Element.NONE
     rotation: Rotation = Rotation.NONE
-    codebook: bytes = NO_CODEBOOK
-
-    @property
-    def scalars(self) -> int:
-        """fp16 scalars beside the codes of one vector: the norm, or scale and zero."""
-        return {CodingKind.CODEBOOK: 1, CodingKind.AFFINE: 2}.get(self.kind, 0)
+    row_bytes: int = 0
+    digest: bytes = NO_DIGEST
 
     @property
     def scaled(self) -> bool:
@@ -72,25 +79,33 @@ class Coding:
 
     def code_bytes(self, head_dim: int) -> int:
         """Bytes of one vector's codes."""
-        return head_dim * self.bits // 8
+        return self.row_bytes or head_dim * self.bits // 8
 
     def scalar_bytes(self) -> int:
-        """Bytes of one vector's scalars."""
-        return 2 * self.scalars
+        """Bytes of one vector's scalars: norm fp16; scale and zero fp16; scale fp32."""
+        return _SCALAR_BYTES.get(self.kind, 0)
 
     def check(self) -> None:
         """Raises BadCoding where the parameters contradict each other."""
         kind, element, bits = self.kind, self.element, self.bits
         consistent = {
+            CodingKind.NONE: element is Element.NONE and bits == 0,
             CodingKind.RAW: element in (Element.BF16, Element.FP16, Element.FP32) and bits == element.bits,
             CodingKind.FP8: element is Element.E4M3FN and bits == 8,
             CodingKind.CODEBOOK: element is Element.NONE and bits in (3, 4),
             CodingKind.AFFINE: element is Element.NONE and bits in (3, 4),
+            CodingKind.INT8: element is Element.NONE and bits == 8,
+            CodingKind.OPAQUE: element is Element.NONE and bits == 0,
         }[kind]
         rotated = self.rotation is not Rotation.NONE
-        has_book = self.codebook != NO_CODEBOOK
-        if not consistent or rotated != (kind is CodingKind.CODEBOOK) or has_book != (kind is CodingKind.CODEBOOK):
-            raise errors.BadCoding(f"a coding of kind {kind.name} with {bits} bits, element {element.name}, rotation {self.rotation.name}")
+        consistent &= rotated == (kind is CodingKind.CODEBOOK)
+        consistent &= (self.digest != NO_DIGEST) == (kind in (CodingKind.CODEBOOK, CodingKind.OPAQUE))
+        consistent &= (1 <= self.row_bytes <= MAX_OPAQUE_BYTES) if kind is CodingKind.OPAQUE else self.row_bytes == 0
+        if not consistent:
+            raise errors.BadCoding(
+                f"a coding of kind {kind.name} with {bits} bits, element {element.name}, rotation {self.rotation.name}, "
+                f"{self.row_bytes} bytes a row"
+            )
 
     def check_head_dim(self, head_dim: int) -> None:
         """Raises BadHeadDim where vectors of this length cannot be coded."""
@@ -100,16 +115,14 @@ class Coding:
             raise errors.BadHeadDim(f"{head_dim} codes of {self.bits} bits do not fill whole bytes")
 
     def to_bytes(self) -> bytes:
-        return _CODING.pack(self.kind, self.bits, self.element, self.rotation, 0, self.codebook)
+        return _CODING.pack(self.kind, self.bits, self.element, self.rotation, self.row_bytes, self.digest)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Coding:
-        """Parses CODING_BYTES bytes. Raises BadCoding or ReservedNotZero."""
-        kind, bits, element, rotation, reserved, codebook = _CODING.unpack(data)
-        if reserved:
-            raise errors.ReservedNotZero("the reserved bytes of a coding are not zero")
+        """Parses CODING_BYTES bytes. Raises BadCoding."""
+        kind, bits, element, rotation, row_bytes, digest = _CODING.unpack(data)
         try:
-            coding = cls(CodingKind(kind), bits, Element(element), Rotation(rotation), codebook)
+            coding = cls(CodingKind(kind), bits, Element(element), Rotation(rotation), row_bytes, digest)
         except ValueError as error:
             raise errors.BadCoding(f"unknown coding: {error}") from None
         coding.check()
@@ -119,6 +132,11 @@ class Coding:
 def codebook_digest(entries: bytes) -> bytes:
     """SHA-256 over a code book's little-endian fp32 entries in ascending order."""
     return hashlib.sha256(entries).digest()
+
+
+def opaque(meaning: str, row_bytes: int) -> Coding:
+    """The coding of `row_bytes` bytes a token whose meaning both sides know by this name, such as "vllm-0.32/int4_per_token_head"."""
+    return Coding(CodingKind.OPAQUE, row_bytes=row_bytes, digest=hashlib.sha256(meaning.encode()).digest())
 
 
 @dataclass(frozen=True)
@@ -173,5 +191,8 @@ class SlotCodec:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> SlotCodec:
-        """Parses 2 * CODING_BYTES bytes. Raises BadCoding or ReservedNotZero."""
-        return cls(Coding.from_bytes(data[:CODING_BYTES]), Coding.from_bytes(data[CODING_BYTES:]))
+        """Parses 2 * CODING_BYTES bytes. Raises BadCoding."""
+        codec = cls(Coding.from_bytes(data[:CODING_BYTES]), Coding.from_bytes(data[CODING_BYTES:]))
+        if codec.key.kind is CodingKind.NONE:
+            raise errors.BadCoding("a codec without a key side carries nothing")
+        return codec

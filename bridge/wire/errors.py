@@ -105,7 +105,7 @@ class BadChunking(WireError):
 
 
 class BadGroup(WireError):
-    """W16: a KV group of unknown kind or with impossible dimensions."""
+    """W16: a KV group of unknown kind, or with impossible dimensions for its kind."""
 
     clause = "bad_group"
 
@@ -117,7 +117,7 @@ class BadTokenRange(WireError):
 
 
 class BadCoding(WireError):
-    """W18: a coding of unknown kind, or whose parameters contradict each other."""
+    """W18: a coding of unknown kind, whose parameters contradict each other, or a codec without a key side."""
 
     clause = "bad_coding"
 

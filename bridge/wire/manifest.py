@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from bridge.wire import errors
-from bridge.wire.coding import BLOCK_TOKENS, CodingKind, SlotCodec
+from bridge.wire.coding import BLOCK_TOKENS, CodingKind, Element, SlotCodec
 
 MAJOR, MINOR = 0, 1
 
@@ -40,7 +40,17 @@ class ContentKind(IntEnum):
 
 
 class GroupKind(IntEnum):
+    """How a group's token range is to be understood."""
+
     FULL_ATTENTION = 1
+    """The KV of every token of the range."""
+    SLIDING_WINDOW = 2
+    """The KV of the last tokens; `window` of them are looked back at."""
+    LATENT = 3
+    """One vector a token (MLA): the key side only."""
+    STATE = 4
+    """No tokens: one state after the payload's last token. The range is the one whole block that holds this token, and its sixteen rows
+    are sixteenths of the state."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,7 @@ class Group:
     """Layers that share a token range and head geometry.
 
     heads: kv heads of the model's layer. head_first, head_count: those that this payload carries. Tokens [first_token, end_token).
+    window: of a SLIDING_WINDOW group, 0 otherwise.
     """
 
     heads: int
@@ -57,6 +68,7 @@ class Group:
     head_first: int = 0
     head_count: int = 0
     kind: GroupKind = GroupKind.FULL_ATTENTION
+    window: int = 0
 
     def __post_init__(self) -> None:
         if self.head_count == 0:
@@ -67,7 +79,8 @@ class Group:
 class Layer:
     """One layer of the payload. index: its number in the model. group, codec: positions in the manifest's tables.
 
-    key_scale, value_scale: what a decoded fp8 element is multiplied with; 1 where the coding has no scale.
+    key_scale, value_scale: what a decoded fp8 element is multiplied with; 1 where the coding has no scale (rounded to fp32 on the wire).
+    source: the element type that the codes were made from, as far as it is known; it bounds what a decoder may expect of them.
     """
 
     index: int
@@ -75,6 +88,7 @@ class Layer:
     codec: int
     key_scale: float = 1.0
     value_scale: float = 1.0
+    source: Element = Element.NONE
 
 
 @dataclass(frozen=True)
@@ -105,10 +119,12 @@ class Manifest:
 
     @property
     def first_token(self) -> int:
+        """First token of any group: where the payload's chunks begin."""
         return min(group.first_token for group in self.groups)
 
     @property
     def end_token(self) -> int:
+        """One past the last token of any group, a state's whole block included: where the payload's chunks end."""
         return max(group.end_token for group in self.groups)
 
     def check(self) -> None:
@@ -152,6 +168,12 @@ def _check(m: Manifest) -> None:
         bounded(group.head_first + group.head_count, 1, group.heads, errors.BadShard, "the end of the kv head range")
         bounded(group.end_token, 1, MAX_TOKENS, errors.BadTokenRange, "the end of the token range")
         bounded(group.first_token, 0, group.end_token - 1, errors.BadTokenRange, "the first token")
+        if (group.window > 0) != (group.kind is GroupKind.SLIDING_WINDOW):
+            raise errors.BadGroup(f"a group of kind {group.kind.name} with a window of {group.window} tokens")
+        bounded(group.window, 0, MAX_TOKENS, errors.BadGroup, "the window")
+        whole_block = group.first_token % BLOCK_TOKENS == 0 and group.end_token == group.first_token + BLOCK_TOKENS
+        if group.kind is GroupKind.STATE and not whole_block:
+            raise errors.BadTokenRange("a state's range is not one whole block")
     bounded(len(m.codecs), 1, MAX_CODECS, errors.BadCoding, "the number of codecs")
     bounded(len(m.layers), 1, MAX_LAYERS, errors.LayerOrder, "the number of layers")
     previous = -1
@@ -161,7 +183,12 @@ def _check(m: Manifest) -> None:
         bounded(layer.group, 0, len(m.groups) - 1, errors.BadReference, "a layer's group")
         bounded(layer.codec, 0, len(m.codecs) - 1, errors.BadReference, "a layer's codec")
         codec = m.codecs[layer.codec]
-        codec.check_head_dim(m.groups[layer.group].head_dim)
+        group = m.groups[layer.group]
+        codec.check_head_dim(group.head_dim)
+        if (codec.value.kind is CodingKind.NONE) != (group.kind is GroupKind.LATENT) and group.kind is not GroupKind.STATE:
+            raise errors.BadCoding(f"layer {layer.index}: only latents and states come without a value side, and latents always do")
+        if group.kind is GroupKind.STATE and codec.key.kind is not CodingKind.OPAQUE:
+            raise errors.BadCoding(f"layer {layer.index}: a state is opaque")
         for side, scale in ((codec.key, layer.key_scale), (codec.value, layer.value_scale)):
             if not (math.isfinite(scale) and scale > 0) or (side.kind is not CodingKind.FP8 and scale != 1.0):
                 raise errors.BadScale(f"layer {layer.index} has the scale {scale}")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from enum import IntEnum
 
 from bridge.wire import errors
-from bridge.wire.coding import CODING_BYTES, SlotCodec
+from bridge.wire.coding import CODING_BYTES, Element, SlotCodec
 from bridge.wire.manifest import (
     MAJOR,
     MAX_CODECS,
@@ -71,11 +71,11 @@ def _sections(m: Manifest, payload_bytes: int) -> Iterator[tuple[Section, bytes]
     yield Section.SHARD, _SHARD.pack(m.shard.tp_rank, m.shard.tp_size, m.shard.pp_rank, m.shard.pp_size)
     yield Section.PAYLOAD, _PAYLOAD.pack(m.chunk_tokens, 0, payload_bytes)
     groups = b"".join(
-        _GROUP.pack(g.kind, 0, g.head_dim, g.heads, g.head_first, g.head_count, 0, 0, g.first_token, g.end_token) for g in m.groups
+        _GROUP.pack(g.kind, 0, g.head_dim, g.heads, g.head_first, g.head_count, 0, g.window, g.first_token, g.end_token) for g in m.groups
     )
     yield Section.GROUPS, _COUNT.pack(len(m.groups), 0, 0) + groups
     yield Section.CODECS, _COUNT.pack(len(m.codecs), 0, 0) + b"".join(codec.to_bytes() for codec in m.codecs)
-    layers = b"".join(_LAYER.pack(x.index, x.group, x.codec, 0, x.key_scale, x.value_scale) for x in m.layers)
+    layers = b"".join(_LAYER.pack(x.index, x.group, x.codec, x.source, x.key_scale, x.value_scale) for x in m.layers)
     yield Section.LAYERS, _COUNT.pack(len(m.layers), 0, 0) + layers
 
 
@@ -193,21 +193,21 @@ def _parse_content(record: bytes) -> tuple[ContentKind, bytes]:
 
 
 def _parse_group(record: bytes) -> Group:
-    kind, r1, head_dim, heads, head_first, head_count, r2, r3, first, end = _GROUP.unpack(record)
-    if r1 or r2 or r3:
+    kind, r1, head_dim, heads, head_first, head_count, r2, window, first, end = _GROUP.unpack(record)
+    if r1 or r2:
         raise errors.ReservedNotZero("reserved bytes of a group are not zero")
     if kind not in GroupKind.__members__.values():
         raise errors.BadGroup(f"a group of unknown kind {kind}")
     if head_count == 0:
         raise errors.BadShard("a group carries no kv head")
-    return Group(heads, head_dim, first, end, head_first, head_count, GroupKind(kind))
+    return Group(heads, head_dim, first, end, head_first, head_count, GroupKind(kind), window)
 
 
 def _parse_layer(record: bytes) -> Layer:
-    index, group, codec, reserved, key_scale, value_scale = _LAYER.unpack(record)
-    if reserved:
-        raise errors.ReservedNotZero("reserved bytes of a layer are not zero")
-    return Layer(index, group, codec, key_scale, value_scale)
+    index, group, codec, source, key_scale, value_scale = _LAYER.unpack(record)
+    if source not in Element.__members__.values():
+        raise errors.BadCoding(f"layer {index} has a source type of unknown number {source}")
+    return Layer(index, group, codec, key_scale, value_scale, Element(source))
 
 
 def _parse(body: bytes) -> Manifest:
