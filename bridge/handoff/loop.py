@@ -8,6 +8,8 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, Generic, TypeVar
 
+from bridge.handoff.errors import Cancelled
+
 T = TypeVar("T")
 
 
@@ -17,20 +19,23 @@ class Job(Generic[T]):
     def __init__(self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> None:
         self.future: concurrent.futures.Future[T] = concurrent.futures.Future()
         self._loop = loop
-        self._task: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[T] | None = None
         self._cancelled = False
         loop.call_soon_threadsafe(self._begin, coroutine)
 
     def _begin(self, coroutine: Coroutine[Any, Any, T]) -> None:
-        self._task = asyncio.create_task(self._run(coroutine))
+        self._task = asyncio.create_task(coroutine)
+        self._task.add_done_callback(self._finish)
         if self._cancelled:
             self._task.cancel()
 
-    async def _run(self, coroutine: Coroutine[Any, Any, T]) -> None:
-        try:
-            self.future.set_result(await coroutine)
-        except BaseException as error:
+    def _finish(self, task: asyncio.Task[T]) -> None:
+        if task.cancelled():
+            self.future.set_exception(Cancelled("it was given up before it began"))
+        elif (error := task.exception()) is not None:
             self.future.set_exception(error)
+        else:
+            self.future.set_result(task.result())
 
     def cancel(self) -> None:
         """Asks the coroutine to give up, from any thread, idempotent."""

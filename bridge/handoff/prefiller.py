@@ -139,6 +139,9 @@ class Prefiller:
         first = lease.map.chunk(0)
         if chunk_share(manifest, first, cache).nbytes != first.nbytes:
             raise PagesDoNotFit("the cache lacks layers or kv heads that the manifest names")
+        for group in manifest.groups:
+            for pages in cache.layers.values():
+                table.locate(group.first_token, group.end_token, pages.key.shape[0])
         earlier = self._leases.get(number)
         if earlier is not None:
             self._finish(earlier, StaleGeneration(f"request {manifest.request_id!r} was offered anew"))

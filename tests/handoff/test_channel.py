@@ -1,0 +1,169 @@
+"""The control channel refuses strangers, garbage, giants and sleepers, and survives them."""
+
+import asyncio
+import socket
+import ssl
+import struct
+import time
+
+import pytest
+
+from bridge.handoff import PeerConfig, create_identity, errors, messages
+from bridge.handoff.identity import client_context
+from tests.handoff.pair import block_table, manifest, paged_cache
+
+
+def connect(pair, identity):
+    raw = socket.create_connection(("127.0.0.1", pair.prefiller.port), timeout=3)
+    return client_context(identity, PeerConfig(pair.prefill_identity.certificate)).wrap_socket(raw)
+
+
+def read_until_closed(sock):
+    data = b""
+    try:
+        while part := sock.recv(65536):
+            data += part
+    except (ssl.SSLError, ConnectionError):
+        pass
+    return data
+
+
+def still_serves(pair):
+    source = paged_cache(16, 12, seed=1), block_table(16, 12, 2)
+    target = paged_cache(64, 4, seed=None), block_table(64, 4, 3)
+    offer = pair.prefiller.offer(manifest("after", 150), *source)
+    offer.advance(150)
+    pair.decoder.fetch(offer.ticket, pair.target(*target))
+    offer.wait(2)
+    return True
+
+
+def test_a_certificate_that_is_not_configured(pair, tmp_path):
+    stranger = create_identity("stranger", tmp_path)
+
+    def greeting():
+        # TLS 1.3 lets a client finish before the server has judged its certificate.
+        sock = connect(pair, stranger)
+        sock.settimeout(3)
+        body = messages.encode(messages.Hello(messages.PROTOCOL_MAJOR, 0, "local"))
+        sock.sendall(struct.pack("<I", len(body)) + body)
+        if sock.recv(1) == b"":
+            raise ConnectionError("closed")
+
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        greeting()
+    assert still_serves(pair)
+
+
+def test_a_decoder_notices_a_prefiller_with_another_certificate(pair, tmp_path):
+    other = create_identity("other", tmp_path)
+    pair.decoder._peers["prefill-0"] = PeerConfig(other.certificate, "127.0.0.1", pair.prefiller.port)
+    with pytest.raises(errors.CannotConnect):
+        pair.decoder.fetch(_ticket(), pair.target(paged_cache(64, 4, None), block_table(64, 4, 1)))
+
+
+def _ticket():
+    from bridge.handoff import Ticket
+
+    return Ticket("prefill-0", "r", 1, 1)
+
+
+def test_plain_text_is_not_spoken(pair):
+    sock = socket.create_connection(("127.0.0.1", pair.prefiller.port), timeout=3)
+    sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    assert b"HTTP" not in read_until_closed(sock)
+    assert still_serves(pair)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        struct.pack("<I", 2**32 - 1),
+        struct.pack("<I", messages.MAX_MESSAGE_BYTES + 1),
+        struct.pack("<I", 4) + b"\xc1\xc1\xc1\xc1",
+        struct.pack("<I", 1) + b"\x00",
+        struct.pack("<I", 0),
+        struct.pack("<I", 5) + b"\xdd\xff\xff\xff\xff",
+        struct.pack("<I", 2000) + b"\x91" * 2000,
+    ],
+)
+def test_garbage_ends_the_connection(pair, frame):
+    sock = connect(pair, pair.decode_identity)
+    sock.settimeout(3)
+    sock.sendall(frame)
+    assert read_until_closed(sock) == b""
+    assert still_serves(pair)
+
+
+def test_a_silent_peer_is_dropped(pair):
+    sock = connect(pair, pair.decode_identity)
+    sock.settimeout(5)
+    start = time.monotonic()
+    assert read_until_closed(sock) == b""
+    assert time.monotonic() - start < pair.bounds.connect + 1
+
+
+def test_a_peer_that_sends_one_byte_now_and_then_is_dropped(pair):
+    sock = connect(pair, pair.decode_identity)
+    body = messages.encode(messages.Hello(messages.PROTOCOL_MAJOR, 0, "local"))
+    sock.sendall(struct.pack("<I", len(body)) + body)
+    sock.settimeout(3)
+    assert sock.recv(65536)
+    start = time.monotonic()
+
+    def dribble():
+        for byte in struct.pack("<I", 60) + bytes(60):
+            sock.send(bytes([byte]))
+            time.sleep(0.1)
+
+    with pytest.raises(OSError):  # noqa: PT011  (whatever a closed connection gives)
+        dribble()
+    assert time.monotonic() - start < pair.bounds.silence + 2
+    assert still_serves(pair)
+
+
+def test_another_protocol_or_agent_is_refused_in_words(pair):
+    for hello in (messages.Hello(messages.PROTOCOL_MAJOR + 1, 0, "local"), messages.Hello(messages.PROTOCOL_MAJOR, 0, "ucx")):
+        sock = connect(pair, pair.decode_identity)
+        sock.settimeout(3)
+        body = messages.encode(hello)
+        sock.sendall(struct.pack("<I", len(body)) + body)
+        answer = messages.decode(read_until_closed(sock)[4:])
+        assert isinstance(answer, messages.Refusal)
+        assert answer.clause == errors.ProtocolError.clause
+        assert answer.remedy
+
+
+def test_a_higher_minor_is_accepted(pair):
+    sock = connect(pair, pair.decode_identity)
+    sock.settimeout(3)
+    body = messages.encode(messages.Hello(messages.PROTOCOL_MAJOR, messages.PROTOCOL_MINOR + 7, "local"))
+    sock.sendall(struct.pack("<I", len(body)) + body)
+    assert isinstance(messages.decode(sock.recv(65536)[4:]), messages.Welcome)
+
+
+def test_messages_of_the_wrong_direction_end_the_connection(pair):
+    sock = connect(pair, pair.decode_identity)
+    sock.settimeout(3)
+    for message in (
+        messages.Hello(messages.PROTOCOL_MAJOR, 0, "local"),
+        messages.Released(bytes(8), 1),
+    ):
+        body = messages.encode(message)
+        sock.sendall(struct.pack("<I", len(body)) + body)
+    read_until_closed(sock)
+    assert still_serves(pair)
+
+
+def test_hundred_connections_at_once_leave_nothing(pair):
+    async def strangers():
+        async def one():
+            _, writer = await asyncio.open_connection("127.0.0.1", pair.prefiller.port)
+            writer.write(b"\x16\x03\x01")
+            await writer.drain()
+            writer.close()
+
+        await asyncio.gather(*(one() for _ in range(100)))
+
+    asyncio.run(strangers())
+    assert still_serves(pair)

@@ -1,0 +1,319 @@
+"""Every way a hand-off can fail has a type, is counted on both sides, and frees everything."""
+
+import time
+
+import pytest
+import torch
+
+from bridge.errors import KVBridgeError
+from bridge.handoff import Bounds, Mode, PeerConfig, Ticket, errors
+from bridge.handoff.decoder import Target
+from bridge.transfer.errors import TransferFailed, TransferTimeout
+from bridge.wire import ContentKind, token_digest
+from bridge.wire.errors import BadTag
+from tests.handoff.pair import BOUNDS, HEADS, LAYERS, Pair, block_table, manifest, paged_cache
+
+TOKENS = 150
+
+
+@pytest.fixture
+def source():
+    return paged_cache(16, 12, seed=1), block_table(16, 12, 2)
+
+
+@pytest.fixture
+def target():
+    return paged_cache(64, 4, seed=None), block_table(64, 4, 3)
+
+
+def parked(pair, source, **more):
+    offer = pair.prefiller.offer(manifest("r", TOKENS, **more), *source)
+    offer.advance(TOKENS)
+    return offer
+
+
+def eventually(condition, seconds=3.0):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def everything_is_free(pair):
+    return eventually(lambda: pair.prefiller.staging()[0] == pair.decoder.staging()[0] == 0 and pair.prefiller.live_leases() == 0)
+
+
+def fetch_fails(pair, ticket, target, kind, **more):
+    with pytest.raises(kind) as caught:
+        pair.decoder.start(ticket, pair.target(*target, **more)).result(10)
+    assert pair.decoder.counters.snapshot()[f"failed{{{caught.value.clause}}}"] == 1
+    assert ";" in str(caught.value), "an error says what to do"
+    return caught.value
+
+
+def test_unknown_lease(pair, target):
+    error = fetch_fails(pair, Ticket("prefill-0", "r", 1, 1), target, errors.Refused)
+    assert error.clause == errors.UnknownLease.clause
+    assert pair.prefiller.counters.snapshot()["refused{unknown_lease}"] == 1
+
+
+def test_ticket_of_another_request_with_this_lease(pair, source, target):
+    ticket = parked(pair, source).ticket
+    error = fetch_fails(pair, Ticket("prefill-0", "other", ticket.lease, ticket.generation), target, errors.Refused)
+    assert error.clause == errors.UnknownLease.clause
+
+
+def test_offering_anew_revokes_the_earlier_generation(pair, source, target):
+    first = parked(pair, source)
+    second = parked(pair, source)
+    assert second.ticket.lease == first.ticket.lease
+    assert second.ticket.generation == first.ticket.generation + 1
+    with pytest.raises(errors.StaleGeneration):
+        first.wait(1)
+    assert fetch_fails(pair, first.ticket, target, errors.Refused).clause == errors.StaleGeneration.clause
+    pair.decoder.fetch(second.ticket, pair.target(*target))
+    second.wait(2)
+    assert everything_is_free(pair)
+
+
+def test_a_committed_lease_is_gone(pair, source, target):
+    offer = parked(pair, source)
+    pair.decoder.fetch(offer.ticket, pair.target(*target))
+    offer.wait(2)
+    assert fetch_fails(pair, offer.ticket, target, errors.Refused).clause == errors.UnknownLease.clause
+
+
+def test_claimed_twice(pair, source, target):
+    offer = pair.prefiller.offer(manifest("r", TOKENS), *source, mode=Mode.STREAM)
+    fetch = pair.decoder.start(offer.ticket, pair.target(*target))
+    assert eventually(lambda: "decoder granted" in pair.steps)
+    other = pair.new_decoder()
+    with pytest.raises(errors.Refused) as caught:
+        other.fetch(offer.ticket, pair.target(*target))
+    assert caught.value.clause == errors.LeaseTaken.clause
+    other.close()
+    offer.advance(TOKENS)
+    fetch.result(5)
+
+
+def test_expiry(tmp_path, source, target):
+    pair = Pair(tmp_path, bounds=Bounds(lease=0.3, heartbeat=0.2, silence=1))
+    offer = parked(pair, source)
+    with pytest.raises(errors.LeaseExpired):
+        offer.wait(3)
+    assert everything_is_free(pair)
+    assert fetch_fails(pair, offer.ticket, target, errors.Refused).clause == errors.LeaseExpired.clause
+    assert pair.prefiller.counters.snapshot()["failed{lease_expired}"] == 1
+    pair.close()
+
+
+def test_cancelled_by_the_prefiller_in_mid_stream(pair, source, target):
+    offer = pair.prefiller.offer(manifest("r", TOKENS), *source, mode=Mode.STREAM)
+    fetch = pair.decoder.start(offer.ticket, pair.target(*target))
+    offer.advance(64)
+    assert eventually(lambda: "decoder landed" in pair.steps)
+    offer.cancel()
+    with pytest.raises(errors.Refused) as caught:
+        fetch.result(5)
+    assert caught.value.clause == errors.Cancelled.clause
+    with pytest.raises(errors.Cancelled):
+        offer.advance(TOKENS)
+    assert everything_is_free(pair)
+
+
+def test_cancelled_by_the_decoder_in_mid_stream(pair, source, target):
+    offer = pair.prefiller.offer(manifest("r", TOKENS), *source, mode=Mode.STREAM)
+    fetch = pair.decoder.start(offer.ticket, pair.target(*target))
+    offer.advance(64)
+    assert eventually(lambda: "decoder landed" in pair.steps)
+    fetch.cancel()
+    with pytest.raises(errors.Cancelled):
+        fetch.result(5)
+    with pytest.raises(errors.Refused) as caught:
+        offer.wait(5)
+    assert caught.value.clause == errors.Cancelled.clause
+    assert everything_is_free(pair)
+
+
+def test_cancelled_before_it_began(pair, source, target):
+    offer = parked(pair, source)
+    fetch = pair.decoder.start(offer.ticket, pair.target(*target))
+    fetch.cancel()
+    with pytest.raises(errors.Cancelled):
+        fetch.result(5)
+    offer.cancel()
+    assert everything_is_free(pair)
+
+
+def test_a_damaged_block_is_never_committed(pair, source, target):
+    offer = parked(pair, source)
+    view = pair.prefiller._memory.bytes()
+    view[7] ^= 1
+    fetch_fails(pair, offer.ticket, target, BadTag)
+    assert all(torch.isnan(layer.key).all() for layer in (target[0].layers[0],))
+    with pytest.raises(errors.Refused) as caught:
+        offer.wait(3)
+    assert caught.value.clause == BadTag.clause
+    assert "committed" not in pair.prefiller.counters.snapshot()
+    assert everything_is_free(pair)
+
+
+def test_a_transfer_that_fails(pair, source, target):
+    offer = parked(pair, source)
+    pair.agent.broken = True
+    fetch_fails(pair, offer.ticket, target, TransferFailed)
+    pair.agent.broken = False
+    assert everything_is_free(pair)
+
+
+def test_a_transfer_that_does_not_end_is_quarantined(tmp_path, source, target):
+    pair = Pair(tmp_path, bounds=Bounds(transfer=0.3, heartbeat=0.2, silence=1))
+    offer = parked(pair, source)
+    pair.agent.gate.clear()
+    fetch_fails(pair, offer.ticket, target, TransferTimeout)
+    assert pair.decoder.quarantined() > 0
+    assert pair.decoder.staging()[0] > 0
+    pair.agent.gate.set()
+    assert eventually(lambda: pair.decoder.quarantined() == 0)
+    assert everything_is_free(pair)
+    pair.close()
+
+
+def test_staging_that_is_full_or_too_small(tmp_path, source, target):
+    pair = Pair(tmp_path, staging_bytes=1 << 17)
+    first = pair.prefiller.offer(manifest("a", 64), *source)
+    with pytest.raises(errors.StagingFull):
+        pair.prefiller.offer(manifest("b", TOKENS), *source)
+    assert pair.prefiller.counters.snapshot()["refused{staging_full}"] == 1
+    first.cancel()
+    with pytest.raises(errors.StagingFull):
+        pair.prefiller.offer(manifest("c", TOKENS, chunk_tokens=256), *source, mode=Mode.STREAM)
+    assert everything_is_free(pair)
+    pair.close()
+
+
+def test_streaming_without_a_decoder_ends(tmp_path, source):
+    pair = Pair(tmp_path, bounds=Bounds(chunk=0.3, heartbeat=0.2, silence=1))
+    offer = pair.prefiller.offer(manifest("r", TOKENS), *source, mode=Mode.STREAM)
+    with pytest.raises(errors.HandoffTimeout):
+        offer.advance(TOKENS)
+    assert everything_is_free(pair)
+    pair.close()
+
+
+def test_a_prefiller_that_never_packs(tmp_path, source, target):
+    pair = Pair(tmp_path, bounds=Bounds(chunk=0.3, heartbeat=0.2, silence=1))
+    offer = pair.prefiller.offer(manifest("r", TOKENS), *source)
+    fetch_fails(pair, offer.ticket, target, errors.HandoffTimeout)
+    with pytest.raises(errors.Refused):
+        offer.wait(2)
+    assert everything_is_free(pair)
+    pair.close()
+
+
+def test_the_prefiller_shuts_down(pair, source, target):
+    offer = pair.prefiller.offer(manifest("r", TOKENS), *source, mode=Mode.STREAM)
+    fetch = pair.decoder.start(offer.ticket, pair.target(*target))
+    assert eventually(lambda: "decoder granted" in pair.steps)
+    pair.prefiller.close()
+    with pytest.raises(errors.HandoffError) as caught:
+        fetch.result(5)
+    assert caught.value.clause in (errors.Cancelled.clause, errors.PeerLost.clause)
+    with pytest.raises(errors.Cancelled):
+        offer.wait(1)
+    assert eventually(lambda: pair.decoder.staging()[0] == 0)
+
+
+def test_a_restarted_prefiller_is_used_again(pair, source, target):
+    offer = parked(pair, source)
+    pair.decoder.fetch(offer.ticket, pair.target(*target))
+    port = pair.prefiller.port
+    pair.prefiller.close()
+    fetch_fails(pair, offer.ticket, target, errors.CannotConnect)
+    pair.prefiller = pair.new_prefiller(port)
+    start = time.monotonic()
+    pair.decoder.fetch(parked(pair, source).ticket, pair.target(*target))
+    assert time.monotonic() - start < 1.0
+
+
+def test_the_decoder_shuts_down(pair, source, target):
+    offer = pair.prefiller.offer(manifest("r", TOKENS), *source, mode=Mode.STREAM)
+    pair.decoder.start(offer.ticket, pair.target(*target))
+    assert eventually(lambda: "decoder granted" in pair.steps)
+    pair.decoder.close()
+    with pytest.raises(errors.HandoffError):
+        offer.wait(3)
+    assert eventually(lambda: pair.prefiller.staging()[0] == 0)
+
+
+def test_the_model_differs(pair, source, target):
+    offer = parked(pair, source)
+    with pytest.raises(errors.Refused) as caught:
+        pair.decoder.fetch(offer.ticket, Target(*target, bytes(32)))
+    assert caught.value.clause == errors.ModelDiffers.clause
+    pair.decoder.fetch(offer.ticket, pair.target(*target))
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (lambda t: dict(first_token=TOKENS), errors.TokensMissing),
+        (lambda t: dict(end_token=TOKENS + 1), errors.TokensMissing),
+        (lambda t: dict(content=((ContentKind.TOKENS, token_digest([7])),)), errors.ContentDiffers),
+    ],
+)
+def test_what_was_asked_for_is_not_what_is_offered(pair, source, target, change, kind):
+    fetch_fails(pair, parked(pair, source).ticket, target, kind, **change(target))
+    assert everything_is_free(pair)
+
+
+def test_pages_of_another_shape(pair, source):
+    from bridge.devices import LayerPages, PagedCache, PagesDoNotFit
+
+    def cache(layers, heads, dim):
+        pages = torch.zeros(4, 64, heads, dim, dtype=torch.bfloat16)
+        return PagedCache({index: LayerPages.nhd(pages, pages.clone()) for index in range(layers)})
+
+    cases = [
+        (cache(LAYERS + 1, HEADS, 64), errors.LayersMissing),
+        (cache(LAYERS, HEADS, 128), errors.HeadsDiffer),
+        (cache(LAYERS, HEADS + 1, 64), errors.HeadsDiffer),
+    ]
+    for made, kind in cases:
+        with pytest.raises(kind):
+            pair.decoder.fetch(parked(pair, source).ticket, pair.target(made, block_table(64, 4, 1)))
+    with pytest.raises(PagesDoNotFit):
+        pair.decoder.fetch(parked(pair, source).ticket, pair.target(cache(LAYERS, HEADS, 64), block_table(64, 2, 1)))
+    assert everything_is_free(pair)
+
+
+def test_a_peer_that_is_not_configured(pair, target):
+    fetch_fails(pair, Ticket("elsewhere", "r", 1, 1), target, errors.PeerUnknown)
+
+
+def test_nobody_listens(tmp_path, target):
+    pair = Pair(tmp_path)
+    port = pair.prefiller.port
+    pair.prefiller.close()
+    pair.decoder._peers["prefill-0"] = PeerConfig(pair.prefill_identity.certificate, "127.0.0.1", port)
+    fetch_fails(pair, Ticket("prefill-0", "r", 1, 1), target, errors.CannotConnect)
+    pair.close()
+
+
+def test_the_port_is_busy(pair):
+    with pytest.raises(errors.CannotListen) as caught:
+        pair.new_prefiller(pair.prefiller.port)
+    assert str(pair.prefiller.port) in str(caught.value)
+
+
+def test_every_failure_type_has_a_clause_of_its_own():
+    from bridge.errors import all_error_types
+
+    def types(root):
+        return {root}.union(*(types(child) for child in root.__subclasses__()))
+
+    own = [kind for kind in types(KVBridgeError) if kind is not errors.Refused and kind.__module__.startswith(("bridge.", "backends."))]
+    clauses = [kind.clause for kind in own]
+    assert sorted(clauses) == sorted(set(clauses))
+    assert len(all_error_types()) >= len(own)
+    assert BOUNDS.silence < 2
