@@ -27,9 +27,12 @@ class Channel:
         body = messages.encode(message)
         try:
             async with self._sending:
+                if self._writer.is_closing():
+                    raise PeerLost(f"the control channel to {self.peer} is closed")
                 self._writer.write(len(body).to_bytes(_PREFIX_BYTES, "little") + body)
-                await asyncio.wait_for(self._writer.drain(), self._send_timeout)
-        except (asyncio.TimeoutError, TimeoutError):
+                async with asyncio.timeout(self._send_timeout):
+                    await self._writer.drain()
+        except TimeoutError:
             raise HandoffTimeout(f"{self.peer} did not read a control message within {self._send_timeout} s") from None
         except _LOST as error:
             raise PeerLost(f"the control channel to {self.peer} broke while sending: {error or type(error).__name__}") from None
@@ -37,8 +40,9 @@ class Channel:
     async def receive(self, timeout: float) -> messages.Message:
         """The next message, whole within `timeout` seconds. Raises PeerLost (silence included) or ProtocolError."""
         try:
-            return await asyncio.wait_for(self._receive(), timeout)
-        except (asyncio.TimeoutError, TimeoutError):
+            async with asyncio.timeout(timeout):
+                return await self._receive()
+        except TimeoutError:
             raise PeerLost(f"{self.peer} was silent for {timeout} s") from None
         except _LOST as error:
             raise PeerLost(f"{self.peer} closed the control channel: {error or type(error).__name__}") from None
@@ -62,8 +66,9 @@ class Channel:
         with contextlib.suppress(*_LOST):
             self._writer.close()
             # A dead peer never answers TLS's closing message.
-            with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
-                await asyncio.wait_for(self._writer.wait_closed(), 0.2)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await self._writer.wait_closed()
         transport = self._writer.transport
         if transport is not None:
             transport.abort()

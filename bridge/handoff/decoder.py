@@ -25,7 +25,7 @@ from bridge.handoff.staging import Extent, StagingPool
 from bridge.handoff.ticket import Ticket
 from bridge.shares import ChunkShare, chunk_share
 from bridge.transfer.agent import Agent, Memory, ReadRange, Transfer
-from bridge.transfer.errors import TransferError, TransferTimeout
+from bridge.transfer.errors import TransferTimeout
 from bridge.wire import ContentKind, Manifest, PayloadMap, TagKeys, open_sealed
 
 _BUSY_POLL_SECONDS = 0.002
@@ -38,8 +38,8 @@ class Target:
 
     cache, table: the decoder's own pages, of any block size, layout and element type. model_digest: as geometry.model_digest computes it.
     first_token: tokens before it are here already and are never written. end_token: one past the last token that is wanted (None: the
-    payload's last). content: the digests that the payload must have (None: not compared). reader: this rank's number among the lease's
-    readers.
+    payload's last). content: the digests that the payload must have (None: not compared). reader, readers: this rank's number among those
+    that take the payload.
     """
 
     cache: PagedCache
@@ -49,6 +49,7 @@ class Target:
     end_token: int | None = None
     content: tuple[tuple[ContentKind, bytes], ...] | None = None
     reader: int = 0
+    readers: int = 1
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Decoder:
 
     identity, peers: this host's certificate, and the prefillers with their addresses; a ticket can name no other. device: what lands.
     agent: what carries the bytes. staging_bytes: the budget of host memory for payloads that are arriving.
-    `close` frees memory and registration; it does not close the agent.
+    `close` frees memory and registration; it does not close the agent, whose own close ends transfers that were given up.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Decoder:
         self._tasks: set[asyncio.Task[None]] = set()
         self._memory = device.allocate_staging(staging_bytes)
         self._pool = StagingPool(self._memory.nbytes)
-        self._registration = agent.register(Memory(self._memory.address, self._memory.nbytes))
+        self._registration = agent.register(Memory(self._memory.address, self._memory.nbytes, owner=self._memory))
         self._landing = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="kvbridge-land")
         self._loop = LoopThread(f"kvbridge-decoder-{identity.name}")
         self._closed = False
@@ -158,7 +159,11 @@ class Decoder:
         self._closed = True
         self._loop.close()
         self._landing.shutdown(wait=True)
-        self._registration.release()
+        try:
+            self._registration.release()
+        except TransferTimeout:
+            # A peer that hangs but lives may still write: the agent keeps the memory until it is closed itself.
+            self.counters.add("registration_kept", TransferTimeout.clause)
 
     # One hand-off, on the loop's thread.
 
@@ -180,7 +185,7 @@ class Decoder:
         start = time.perf_counter()
         link = await self._link(ticket.peer)
         self.observe("claiming", {"request_id": ticket.request_id})
-        claimed, receiving = await link.claim(ticket, target.reader, target.model_digest)
+        claimed, receiving = await link.claim(ticket, target.reader, target.readers, target.model_digest)
         try:
             move = await self._take(link, claimed, receiving, ticket, target)
             # From here on the decoder has everything: whether the prefiller hears of it changes nothing for the request.
@@ -233,16 +238,16 @@ class Decoder:
 
     async def _connect(self, name: str, peer: PeerConfig) -> Link:
         self.observe("connecting", {"peer": name})
-        connecting = asyncio.open_connection(
-            peer.host,
-            peer.port,
-            ssl=client_context(self.identity, peer),
-            ssl_handshake_timeout=self.bounds.connect,
-            limit=messages.MAX_MESSAGE_BYTES,
-        )
         try:
-            reader, writer = await asyncio.wait_for(connecting, self.bounds.connect)
-        except (OSError, ssl.SSLError, asyncio.TimeoutError, TimeoutError) as error:
+            async with asyncio.timeout(self.bounds.connect):
+                reader, writer = await asyncio.open_connection(
+                    peer.host,
+                    peer.port,
+                    ssl=client_context(self.identity, peer),
+                    ssl_handshake_timeout=self.bounds.connect,
+                    limit=messages.MAX_MESSAGE_BYTES,
+                )
+        except (OSError, ssl.SSLError, TimeoutError) as error:
             reason = str(error) or f"no answer within {self.bounds.connect} s"
             raise CannotConnect(f"prefiller {name!r} at {peer.host}:{peer.port}: {reason}") from None
         channel = Channel(reader, writer, name, self.bounds.silence)
@@ -362,13 +367,11 @@ class _Move:
             await asyncio.sleep(0 if elapsed < _BUSY_POLL_SECONDS else _POLL_INTERVAL)
 
     def _give_up(self, transfer: Transfer, extent: Extent) -> None:
-        try:
-            transfer.release()
-        except TransferError:
+        if _settled(transfer):
+            self._decoder._pool.give_back(extent)
+        else:
             self._decoder.counters.add("quarantined")
             self._decoder._pool.quarantine(extent, lambda: _settled(transfer))
-        else:
-            self._decoder._pool.give_back(extent)
 
     async def _land_all(self) -> None:
         decoder, target, loop = self._decoder, self._target, asyncio.get_running_loop()
@@ -402,6 +405,7 @@ class _Move:
 def _settled(transfer: Transfer) -> bool:
     """Whether no byte of a given-up transfer can arrive any more."""
     try:
-        return transfer.done()
-    except TransferError:
-        return True
+        transfer.release()
+    except TransferTimeout:
+        return False
+    return True

@@ -44,13 +44,14 @@ class Lease:
         mode: Mode,
         cache: PagedCache,
         table: BlockTable,
-        readers: int,
         deadline: float,
     ) -> None:
         self.manifest, self.sealed, self.key = manifest, sealed, key
         self.keys = TagKeys(key, manifest.lease, manifest.generation)
         self.map = PayloadMap(manifest)
-        self.mode, self.cache, self.table, self.readers = mode, cache, table, readers
+        self.mode, self.cache, self.table = mode, cache, table
+        self.readers = 1
+        """How many take the payload; the first claim says it."""
         self.deadline = deadline
         self.state = State.OFFERED
         self.error: HandoffError | None = None

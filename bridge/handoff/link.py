@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from bridge.handoff import messages
@@ -24,13 +25,13 @@ class Claimed:
 
 
 class Receiving:
-    """What the prefiller says about one claimed lease; awaited by the fetch."""
+    """What the prefiller says about one claimed lease. One fetch awaits it, from the loop's thread."""
 
     def __init__(self) -> None:
         self.slots: dict[int, int] = {}
         self.error: HandoffError | None = None
         self.released = False
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Event()
 
     async def slot(self, chunk: int, timeout: float) -> int:
         """Byte of the prefiller's staging memory at which the chunk lies. Raises what ended the lease, or HandoffTimeout."""
@@ -41,24 +42,25 @@ class Receiving:
         """Raises HandoffTimeout or what ended the lease unless the prefiller confirms the commit."""
         await self._wait(lambda: self.released, timeout, "the commit was not confirmed")
 
-    async def _wait(self, ready, timeout: float, what: str) -> None:  # type: ignore[no-untyped-def]
-        async with self._changed:
-            try:
-                await asyncio.wait_for(self._changed.wait_for(lambda: ready() or self.error is not None), timeout)
-            except (asyncio.TimeoutError, TimeoutError):
-                raise HandoffTimeout(f"{what} within {timeout} s") from None
-        if not ready() and self.error is not None:
-            raise self.error
+    async def _wait(self, ready: Callable[[], bool], timeout: float, what: str) -> None:
+        try:
+            async with asyncio.timeout(timeout):
+                while not ready():
+                    if self.error is not None:
+                        raise self.error
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            raise HandoffTimeout(f"{what} within {timeout} s") from None
 
-    async def update(self, *, slot: messages.Slot | None = None, error: HandoffError | None = None, released: bool = False) -> None:
+    def update(self, *, slot: messages.Slot | None = None, error: HandoffError | None = None, released: bool = False) -> None:
         """Takes over what a message says."""
-        async with self._changed:
-            if slot is not None:
-                self.slots[slot.chunk] = slot.offset
-            if error is not None and self.error is None:
-                self.error = error
-            self.released |= released
-            self._changed.notify_all()
+        if slot is not None:
+            self.slots[slot.chunk] = slot.offset
+        if self.error is None:
+            self.error = error
+        self.released |= released
+        self._changed.set()
 
 
 class Link:
@@ -77,7 +79,7 @@ class Link:
         alive = asyncio.create_task(self.channel.keep_alive(self.bounds.heartbeat))
         try:
             while True:
-                await self._handle(await self.channel.receive(self.bounds.silence))
+                self._handle(await self.channel.receive(self.bounds.silence))
         except HandoffError as error:
             self.lost = error
         finally:
@@ -88,12 +90,11 @@ class Link:
                 if not future.done():
                     future.set_exception(self.lost)
             for receiving in self._receiving.values():
-                await receiving.update(error=self.lost)
+                receiving.update(error=self.lost)
             await self.channel.close()
-            # Ends transfers that are under way, so that their staging memory settles.
             await asyncio.to_thread(self.endpoint.disconnect)
 
-    async def _handle(self, message: messages.Message) -> None:
+    def _handle(self, message: messages.Message) -> None:
         if isinstance(message, messages.Grant):
             future = self._claims.get(message.sequence)
             if future is not None and not future.done():
@@ -105,19 +106,19 @@ class Link:
         elif isinstance(message, messages.Ready):
             receiving = self._receiving.get((from_u64(message.lease), message.generation))
             if receiving is not None:
-                await receiving.update(slot=message.slot)
+                receiving.update(slot=message.slot)
         elif isinstance(message, messages.Released):
             receiving = self._receiving.get((from_u64(message.lease), message.generation))
             if receiving is not None:
-                await receiving.update(released=True)
+                receiving.update(released=True)
         elif isinstance(message, messages.Revoked):
             receiving = self._receiving.get((from_u64(message.lease), message.generation))
             if receiving is not None:
-                await receiving.update(error=Refused(message.clause, message.detail, message.remedy))
+                receiving.update(error=Refused(message.clause, message.detail, message.remedy))
         elif not isinstance(message, messages.Ping):
             raise ProtocolError(f"{self.channel.peer} sent {type(message).__name__}, which only a decoder sends")
 
-    async def claim(self, ticket: Ticket, reader: int, model_digest: bytes) -> tuple[Claimed, Receiving]:
+    async def claim(self, ticket: Ticket, reader: int, readers: int, model_digest: bytes) -> tuple[Claimed, Receiving]:
         """Claims a lease. Raises Refused with the prefiller's clause, HandoffTimeout or PeerLost."""
         if self.lost is not None:
             raise self.lost
@@ -129,11 +130,12 @@ class Link:
         receiving = Receiving()
         self._claims[sequence] = future
         self._receiving[lease] = receiving
-        claim = messages.Claim(sequence, ticket.request_id, u64(ticket.lease), ticket.generation, reader, model_digest)
+        claim = messages.Claim(sequence, ticket.request_id, u64(ticket.lease), ticket.generation, reader, readers, model_digest)
         try:
             await self.channel.send(claim)
-            grant = await asyncio.wait_for(future, self.bounds.claim)
-        except (asyncio.TimeoutError, TimeoutError):
+            async with asyncio.timeout(self.bounds.claim):
+                grant = await future
+        except TimeoutError:
             self.forget(ticket)
             raise HandoffTimeout(f"{self.channel.peer} did not answer a claim within {self.bounds.claim} s") from None
         except BaseException:
@@ -142,7 +144,7 @@ class Link:
         finally:
             del self._claims[sequence]
         for slot in grant.ready:
-            await receiving.update(slot=slot)
+            receiving.update(slot=slot)
         return Claimed(grant.manifest, grant.key), receiving
 
     def forget(self, ticket: Ticket) -> None:

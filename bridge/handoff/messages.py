@@ -62,13 +62,17 @@ class Welcome(msgspec.Struct, tag="welcome"):
 
 
 class Claim(msgspec.Struct, tag="claim"):
-    """A decoder (one of a lease's readers) wants the payload. model: the digest of the model that it holds."""
+    """A decoder wants the payload: reader number `reader` of `readers` that take all or part of it (a decoder's TP ranks).
+
+    model: the digest of the model that it holds.
+    """
 
     sequence: U32
     request_id: Name
     lease: U64
     generation: U32
     reader: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+    readers: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
     model: Digest
 
 

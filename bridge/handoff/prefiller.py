@@ -95,7 +95,7 @@ class Prefiller:
         self.port: int = self._server.sockets[0].getsockname()[1]
         self._memory = device.allocate_staging(staging_bytes)
         self._pool = StagingPool(self._memory.nbytes)
-        self._registration = agent.register(Memory(self._memory.address, self._memory.nbytes))
+        self._registration = agent.register(Memory(self._memory.address, self._memory.nbytes, owner=self._memory))
         self._loop.submit(self._expire())
         observe("listening", {"port": self.port})
 
@@ -113,30 +113,26 @@ class Prefiller:
         table: BlockTable,
         *,
         mode: Mode = Mode.PARK,
-        readers: int = 1,
+        lease: tuple[int, int] | None = None,
     ) -> Offer:
         """Takes a request on. Nothing is packed before `Offer.advance`; until its last chunk is packed the pages must stay as they are.
 
         manifest: what the payload will be; its lease and generation are replaced by the prefiller's own. cache, table: the pages.
         mode: park reserves room for the whole payload now; stream passes it through a ring of `stream_depth` chunks.
-        readers: decoders (TP ranks) that will each take all or part of the payload. An earlier offer of the same request is revoked.
+        lease: (number, generation) where the engine's scheduler had to name the lease before its workers offer it; the prefiller chooses
+        otherwise. An earlier offer of the same request is revoked.
         Raises StagingFull, PagesDoNotFit, or the WireError that the manifest breaks.
         """
         if self._closed:
             raise Cancelled("this prefiller is closed")
-        with self._lock:
-            number, generation = self._requests.pop(manifest.request_id, (secrets.randbits(64), 0))
-            generation += 1
-            self._requests[manifest.request_id] = (number, generation)
-            while len(self._requests) > _REMEMBERED:
-                self._requests.popitem(last=False)
+        number, generation = lease or self._next_lease(manifest.request_id)
         manifest = replace(manifest, lease=number, generation=generation)
         key = new_key()
         sealed = seal(manifest, key)
-        lease = Lease(manifest, sealed, key, mode, cache, table, readers, time.monotonic() + self.bounds.lease)
-        if lease.map.chunk_count > messages.MAX_CHUNKS:
-            raise TooLarge(f"{lease.map.chunk_count} chunks, the limit is {messages.MAX_CHUNKS}", remedy="choose a larger chunk size")
-        first = lease.map.chunk(0)
+        made = Lease(manifest, sealed, key, mode, cache, table, time.monotonic() + self.bounds.lease)
+        if made.map.chunk_count > messages.MAX_CHUNKS:
+            raise TooLarge(f"{made.map.chunk_count} chunks, the limit is {messages.MAX_CHUNKS}", remedy="choose a larger chunk size")
+        first = made.map.chunk(0)
         if chunk_share(manifest, first, cache).nbytes != first.nbytes:
             raise PagesDoNotFit("the cache lacks layers or kv heads that the manifest names")
         for group in manifest.groups:
@@ -145,12 +141,21 @@ class Prefiller:
         earlier = self._leases.get(number)
         if earlier is not None:
             self._finish(earlier, StaleGeneration(f"request {manifest.request_id!r} was offered anew"))
-        self._reserve(lease)
+        self._reserve(made)
         with self._lock:
-            self._leases[number] = lease
+            self._leases[number] = made
         self.counters.add("offered")
         self.observe("offered", {"request_id": manifest.request_id})
-        return Offer(self, lease)
+        return Offer(self, made)
+
+    def _next_lease(self, request_id: str) -> tuple[int, int]:
+        """A new lease number for a new request, the next generation for one that was offered before."""
+        with self._lock:
+            number, generation = self._requests.pop(request_id, (secrets.randbits(64), 0))
+            self._requests[request_id] = (number, generation + 1)
+            while len(self._requests) > _REMEMBERED:
+                self._requests.popitem(last=False)
+        return number, generation + 1
 
     def _reserve(self, lease: Lease) -> None:
         """park: takes room for every chunk, or none. stream: only refuses what could never fit."""
@@ -278,8 +283,10 @@ class Prefiller:
                     raise UnknownLease("the ticket's request is not this lease's")
                 if claim.model != lease.manifest.model_digest:
                     raise ModelDiffers("the prefiller serves another model than the decoder")
-                if claim.reader >= lease.readers or claim.reader in lease.sessions:
-                    raise LeaseTaken(f"reader {claim.reader} of {lease.readers} is not wanted, or has claimed already")
+                if not lease.sessions:
+                    lease.readers = claim.readers
+                if claim.readers != lease.readers or claim.reader >= lease.readers or claim.reader in lease.sessions:
+                    raise LeaseTaken(f"reader {claim.reader} of {claim.readers} comes too late: another decoder has the lease")
                 lease.sessions[claim.reader] = session
                 lease.state = State.CLAIMED
                 lease.deadline = time.monotonic() + self.bounds.lease

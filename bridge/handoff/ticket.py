@@ -11,6 +11,14 @@ from bridge.wire.manifest import MAX_REQUEST_ID_BYTES
 MAX_PEER_NAME = 128
 
 
+def _utf8_size(text: str) -> int:
+    """Bytes of the text; 0 where it cannot be written as UTF-8: JSON may hold lone surrogates, which no message or manifest can."""
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError:
+        return 0
+
+
 @dataclass(frozen=True)
 class Ticket:
     """Names one offered payload.
@@ -36,8 +44,8 @@ class Ticket:
         lease, generation = data.get("lease"), data.get("generation")
         if not isinstance(peer, str) or not 1 <= len(peer) <= MAX_PEER_NAME:
             raise BadTicket("a ticket's peer is a name of 1 to 128 characters")
-        if not isinstance(request_id, str) or not 1 <= len(request_id.encode(errors="replace")) <= MAX_REQUEST_ID_BYTES:
-            raise BadTicket(f"a ticket's request_id has 1 to {MAX_REQUEST_ID_BYTES} bytes")
+        if not isinstance(request_id, str) or not 1 <= _utf8_size(request_id) <= MAX_REQUEST_ID_BYTES:
+            raise BadTicket(f"a ticket's request_id has 1 to {MAX_REQUEST_ID_BYTES} bytes of UTF-8")
         if not isinstance(lease, str) or len(lease) != 16 or any(c not in "0123456789abcdef" for c in lease):
             raise BadTicket("a ticket's lease has 16 hexadecimal digits")
         if not isinstance(generation, int) or isinstance(generation, bool) or not 0 <= generation < 2**32:

@@ -1,7 +1,7 @@
 """The Agent protocol: how packed bytes move from the prefiller's staging memory into the decoder's.
 
 The prefiller registers its staging memory and describes itself by an opaque blob; the decoder connects with that blob and reads.
-Every call is bounded in time. Memory under an unfinished transfer belongs to the agent until `Transfer.done()` says otherwise.
+Every call is bounded in time. Memory under an unfinished transfer belongs to the agent until `Transfer.release()` has returned.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Memory:
-    """A range of this process's memory. device: "cpu", or a device type such as "cuda"; index: its ordinal."""
+    """A range of this process's memory. device: "cpu", or a device type such as "cuda"; index: its ordinal.
+
+    owner: whatever keeps the memory allocated. The agent holds it until it is closed, since late reads may still touch the memory.
+    """
 
     address: int
     nbytes: int
     device: str = "cpu"
     index: int = 0
+    owner: object = None
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,13 @@ class ReadRange:
 
 
 class Registration(Protocol):
-    """Registered memory. `release` is idempotent."""
+    """Registered memory, which must stay allocated until `release` has returned."""
 
     memory: Memory
 
-    def release(self) -> None: ...
+    def release(self) -> None:
+        """Idempotent. Raises TransferTimeout while an unfinished transfer may still write into it."""
+        ...
 
 
 class Transfer(Protocol):
@@ -54,11 +60,18 @@ class Transfer(Protocol):
     nbytes: int
 
     def done(self) -> bool:
-        """Whether all bytes have arrived. Never blocks. Raises TransferFailed."""
+        """Whether all bytes have arrived. It also moves the transfer on, so poll it; it never waits for the peer.
+
+        Raises TransferFailed when the transfer failed or was given up. Its target is safe only after `release` has returned.
+        """
         ...
 
     def release(self) -> None:
-        """Gives the handle back. Raises TransferTimeout while bytes may still arrive: the target must then stay quarantined."""
+        """Gives the handle back; gives the transfer up if it is unfinished.
+
+        Raises TransferTimeout while bytes may still arrive: the target must then stay quarantined. Call it again later: it returns
+        when no byte can arrive any more. Where that never comes (a peer that hangs but lives), only Agent.close ends it.
+        """
         ...
 
 
@@ -72,7 +85,11 @@ class Peer(Protocol):
         ...
 
     def disconnect(self) -> None:
-        """Closes the endpoint, idempotent. No byte of an unfinished transfer of this peer arrives afterwards."""
+        """Ends the use of this peer, idempotent. Its unfinished transfers are given up, as by Transfer.release.
+
+        What had already been asked for may still arrive, because a library may not be able to call it back (NIXL: measured). So this
+        makes no target safe: that is said by Transfer.release of each transfer, or by Agent.close.
+        """
         ...
 
 
@@ -103,5 +120,5 @@ class Agent(Protocol):
         ...
 
     def close(self) -> None:
-        """Releases everything, idempotent."""
+        """Releases everything, idempotent. No byte of any transfer arrives afterwards."""
         ...

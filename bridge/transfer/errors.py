@@ -42,3 +42,11 @@ class BadRange(TransferError):
     """A range outside the registered memory."""
 
     clause = "bad_range"
+    remedy = "register the memory first, and read only inside what the peer described"
+
+
+class RegistrationFailed(TransferError):
+    """The library refuses to register memory."""
+
+    clause = "registration"
+    remedy = "stage in (pinned) host memory instead, and check the limit on locked memory (ulimit -l)"

@@ -37,7 +37,7 @@ class LocalTransfer:
         return self.finished
 
     def release(self) -> None:
-        if not self.finished and not self.agent.broken:
+        if not self.agent.broken and not self.done():
             raise TransferTimeout("still under way")
 
 

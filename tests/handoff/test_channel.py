@@ -167,3 +167,17 @@ def test_hundred_connections_at_once_leave_nothing(pair):
 
     asyncio.run(strangers())
     assert still_serves(pair)
+
+
+def test_sending_on_a_closed_channel_is_a_lost_peer(pair):
+    from bridge.handoff.channel import Channel
+
+    async def send_after_close():
+        context = client_context(pair.decode_identity, PeerConfig(pair.prefill_identity.certificate))
+        reader, writer = await asyncio.open_connection("127.0.0.1", pair.prefiller.port, ssl=context)
+        channel = Channel(reader, writer, "prefill-0", 1.0)
+        await channel.close()
+        await channel.send(messages.Ping())
+
+    with pytest.raises(errors.PeerLost):
+        asyncio.run(send_after_close())

@@ -1,0 +1,131 @@
+"""Loading NIXL: whichever of its packages is installed, why UCX refuses where it does, and which transport it chose."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+from bridge.transfer.errors import AgentUnavailable
+
+MODULES = ("nixl", "nixl_cu12", "nixl_cu13")
+INSTALL = "pip install nixl-cu12 (nixl-cu13 where CUDA 13 is installed); both work on hosts without a GPU"
+
+
+class UcxLog:
+    """UCX's own log, which alone tells the transport that it chose. Kept out of the terminal in a nameless temporary file."""
+
+    def __init__(self) -> None:
+        self.fd: int | None = None
+
+    @contextlib.contextmanager
+    def opened_while_loading(self) -> Iterator[None]:
+        """UCX opens its log when it is loaded, once a process; an operator's own settings are left alone."""
+        loaded = any(name in sys.modules for name in MODULES)
+        if loaded or any(name in os.environ for name in ("UCX_LOG_LEVEL", "UCX_LOG_FILE", "UCX_PROTO_INFO")):
+            yield
+            return
+        handle, path = tempfile.mkstemp(prefix="kvbridge-ucx-", suffix=".log")
+        os.close(handle)
+        try:
+            with environment({"UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": path, "UCX_PROTO_INFO": "y"}):
+                yield
+            self.fd = os.open(path, os.O_RDONLY)  # read for as long as the process lives
+        finally:
+            os.unlink(path)
+
+    def text(self) -> str:
+        if self.fd is None:
+            return ""
+        ctypes.CDLL(None).fflush(None)  # UCX's stream is buffered
+        return os.pread(self.fd, 8 << 20, 0).decode(errors="replace")
+
+    def chosen(self, native: str) -> list[str]:
+        """For each kind of link that the agent `native` has read over: which transports UCX's protocol table names for ucp_get."""
+        found: dict[str, list[str]] = {}
+        scope, reading = "", False
+        for line in self.text().splitlines():
+            row = line.partition("]   ")[2].strip()
+            if row.startswith("+"):
+                continue
+            cells = [cell.strip() for cell in row.strip("|").split("|")]
+            if len(cells) == 1:
+                head = re.fullmatch(rf"{native} (.+) cfg#\d+", cells[0])
+                if head:
+                    scope, reading = head[1], False
+                elif " by ucp_" in cells[0]:
+                    reading = bool(scope) and "read by ucp_get" in cells[0]
+                elif "cfg#" in cells[0]:
+                    scope, reading = "", False
+            elif reading and len(cells) == 3 and cells[0] != "Range":
+                text = f"{cells[2]} ({cells[1]})"
+                if text not in found.setdefault(scope, []):
+                    found[scope].append(text)
+        return [f"{scope}: {', '.join(ways)}" for scope, ways in found.items() if scope != "self"]
+
+
+UCX_LOG = UcxLog()
+
+
+@contextlib.contextmanager
+def environment(values: dict[str, str]) -> Iterator[None]:
+    """Sets variables that are not set, for the time of the block."""
+    fresh = [name for name in values if name not in os.environ]
+    os.environ.update({name: values[name] for name in fresh})
+    try:
+        yield
+    finally:
+        for name in fresh:
+            os.environ.pop(name, None)
+
+
+def load() -> Any:
+    """NIXL's Python API. Raises AgentUnavailable."""
+    reasons = []
+    for name in MODULES:
+        try:
+            return importlib.import_module(f"{name}._api")
+        except ModuleNotFoundError as error:
+            if error.name not in (name, f"{name}._api"):
+                reasons.append(f"{name}: {error}")
+        except (ImportError, OSError) as error:  # installed, but its libraries do not load
+            reasons.append(f"{name}: {error}")
+    detail = "NIXL cannot be loaded: " + "; ".join(reasons) if reasons else "NIXL is not installed"
+    raise AgentUnavailable(detail, remedy=INSTALL)
+
+
+_PROBE = """
+import importlib, sys
+api = importlib.import_module(sys.argv[1])
+agent = api.nixl_agent("probe", api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+sys.exit(0 if "UCX" in agent.backends else 3)
+"""
+
+
+def why_ucx_refuses(module: str, tls: str | None) -> str:
+    """NIXL's exception says only NIXL_ERR_BACKEND; the reason is in what the libraries print, so a fresh process is asked."""
+    variables = dict(os.environ, UCX_LOG_LEVEL="warn", NIXL_LOG_LEVEL="ERROR")
+    variables.pop("UCX_LOG_FILE", None)
+    if tls is not None:
+        variables["UCX_TLS"] = tls
+    try:
+        probe = subprocess.run([sys.executable, "-c", _PROBE, module], env=variables, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    lines = [line for line in (probe.stdout + probe.stderr).splitlines() if re.search(r"UCX +(WARN|ERROR)|^E\d", line)]
+    words = [re.sub(r"^.*?(UCX +(WARN|ERROR) +|\] )", "", line, count=1).strip() for line in lines]
+    words = [text for text in dict.fromkeys(words) if not text.startswith("createBackend")]
+    return "; ".join(words[:4])
+
+
+def said(error: Exception) -> str:
+    """The library's reason in a few words."""
+    text = str(error).strip() or type(error).__name__
+    return f"the peer is gone ({text})" if type(error).__name__ == "nixlRemoteDisconnectError" else text
