@@ -1,14 +1,34 @@
-"""Markers, and what every test may rely on."""
+"""Markers. A test whose hardware is absent is deselected and counted as such: never skipped, never passed."""
+
+from __future__ import annotations
 
 import pytest
 
+MARKERS = {
+    "slow": "takes more than a few seconds: several processes, many samples",
+    "model": "loads the real language model",
+    "cuda": "needs an NVIDIA GPU",
+    "xpu": "needs an Intel GPU",
+}
+
 
 def pytest_configure(config: pytest.Config) -> None:
-    for marker in (
-        "slow: takes more than a few seconds (several processes, many samples)",
-        "model: loads the real language model",
-        "vllm: needs a vLLM CPU installation of its own environment",
-        "cuda: needs an NVIDIA GPU",
-        "xpu: needs an Intel GPU",
-    ):
-        config.addinivalue_line("markers", marker)
+    for name, meaning in MARKERS.items():
+        config.addinivalue_line("markers", f"{name}: {meaning}")
+
+
+def _absent() -> set[str]:
+    """Markers of hardware that this machine does not have."""
+    import torch
+
+    present = {"cuda": torch.cuda.is_available(), "xpu": hasattr(torch, "xpu") and torch.xpu.is_available()}
+    return {name for name, there in present.items() if not there}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    hardware = {name for name in ("cuda", "xpu") for item in items if item.get_closest_marker(name)}
+    absent = hardware and _absent() & hardware
+    if absent:
+        out = [item for item in items if any(item.get_closest_marker(name) for name in absent)]
+        items[:] = [item for item in items if item not in out]
+        config.hook.pytest_deselected(items=out)
