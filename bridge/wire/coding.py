@@ -101,6 +101,7 @@ class Coding:
         consistent &= rotated == (kind is CodingKind.CODEBOOK)
         consistent &= (self.digest != NO_DIGEST) == (kind in (CodingKind.CODEBOOK, CodingKind.OPAQUE))
         consistent &= (1 <= self.row_bytes <= MAX_OPAQUE_BYTES) if kind is CodingKind.OPAQUE else self.row_bytes == 0
+        consistent &= len(self.digest) == len(NO_DIGEST)
         if not consistent:
             raise errors.BadCoding(
                 f"a coding of kind {kind.name} with {bits} bits, element {element.name}, rotation {self.rotation.name}, "
@@ -181,6 +182,13 @@ class SlotCodec:
             offset += BLOCK_TOKENS * row_bytes
         return planes[0], planes[1], planes[2], planes[3]
 
+    def check(self) -> None:
+        """Raises BadCoding where a side's parameters contradict each other, or where there is no key side."""
+        self.key.check()
+        self.value.check()
+        if self.key.kind is CodingKind.NONE:
+            raise errors.BadCoding("a codec without a key side carries nothing")
+
     def check_head_dim(self, head_dim: int) -> None:
         """Raises BadHeadDim where this codec cannot carry vectors of this length."""
         self.key.check_head_dim(head_dim)
@@ -193,6 +201,5 @@ class SlotCodec:
     def from_bytes(cls, data: bytes) -> SlotCodec:
         """Parses 2 * CODING_BYTES bytes. Raises BadCoding."""
         codec = cls(Coding.from_bytes(data[:CODING_BYTES]), Coding.from_bytes(data[CODING_BYTES:]))
-        if codec.key.kind is CodingKind.NONE:
-            raise errors.BadCoding("a codec without a key side carries nothing")
+        codec.check()
         return codec

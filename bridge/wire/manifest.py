@@ -143,13 +143,28 @@ def bounded(value: int, low: int, high: int, error: type[errors.WireError], what
         raise error(f"{what} is {value}, outside {low} to {high}")
 
 
+def _as_fp32(value: float) -> float:
+    """The value that stands in the bytes: too large is infinite, too small is zero."""
+    try:
+        return struct.unpack("<f", struct.pack("<f", value))[0]
+    except OverflowError:
+        return math.inf
+
+
 def _check(m: Manifest) -> None:
     bounded(len(m.model_digest), 32, 32, errors.BadContent, "the length of the model digest")
     bounded(len(m.content), 1, MAX_CONTENT_DIGESTS, errors.BadContent, "the number of content digests")
     kinds = [kind for kind, _ in m.content]
     if kinds != sorted(set(kinds)) or kinds[0] is not ContentKind.TOKENS:
         raise errors.BadContent("content digests must ascend, be unique and begin with the tokens'")
-    bounded(len(m.request_id.encode()), 1, MAX_REQUEST_ID_BYTES, errors.BadText, "the length of the request id in bytes")
+    for kind, digest in m.content:
+        bounded(len(digest), 32, 32, errors.BadContent, f"the length of the digest of {kind.name}")
+    try:
+        name = m.request_id.encode()
+    except UnicodeEncodeError:
+        raise errors.BadText("the request id holds characters that UTF-8 does not have") from None
+    bounded(len(name), 1, MAX_REQUEST_ID_BYTES, errors.BadText, "the length of the request id in bytes")
+    bounded(m.minor, 0, 2**16 - 1, errors.UnsupportedVersion, "the minor version")
     bounded(m.lease, 0, 2**64 - 1, errors.TooLarge, "the lease")
     bounded(m.generation, 0, 2**32 - 1, errors.TooLarge, "the generation")
     for rank, size, what in ((m.shard.tp_rank, m.shard.tp_size, "TP"), (m.shard.pp_rank, m.shard.pp_size, "PP")):
@@ -165,6 +180,7 @@ def _check(m: Manifest) -> None:
         if group.head_dim % 16:
             raise errors.BadGroup(f"head dimension {group.head_dim} is no multiple of 16")
         bounded(group.head_count, 1, MAX_HEADS, errors.BadShard, "the number of kv heads in the payload")
+        bounded(group.head_first, 0, MAX_HEADS, errors.BadShard, "the first kv head in the payload")
         bounded(group.head_first + group.head_count, 1, group.heads, errors.BadShard, "the end of the kv head range")
         bounded(group.end_token, 1, MAX_TOKENS, errors.BadTokenRange, "the end of the token range")
         bounded(group.first_token, 0, group.end_token - 1, errors.BadTokenRange, "the first token")
@@ -175,6 +191,8 @@ def _check(m: Manifest) -> None:
         if group.kind is GroupKind.STATE and not whole_block:
             raise errors.BadTokenRange("a state's range is not one whole block")
     bounded(len(m.codecs), 1, MAX_CODECS, errors.BadCoding, "the number of codecs")
+    for codec in m.codecs:
+        codec.check()
     bounded(len(m.layers), 1, MAX_LAYERS, errors.LayerOrder, "the number of layers")
     previous = -1
     for layer in m.layers:
@@ -187,10 +205,11 @@ def _check(m: Manifest) -> None:
         codec.check_head_dim(group.head_dim)
         if (codec.value.kind is CodingKind.NONE) != (group.kind is GroupKind.LATENT) and group.kind is not GroupKind.STATE:
             raise errors.BadCoding(f"layer {layer.index}: only latents and states come without a value side, and latents always do")
-        if group.kind is GroupKind.STATE and codec.key.kind is not CodingKind.OPAQUE:
+        opaque = codec.key.kind is CodingKind.OPAQUE and codec.value.kind in (CodingKind.OPAQUE, CodingKind.NONE)
+        if group.kind is GroupKind.STATE and not opaque:
             raise errors.BadCoding(f"layer {layer.index}: a state is opaque")
         for side, scale in ((codec.key, layer.key_scale), (codec.value, layer.value_scale)):
-            if not (math.isfinite(scale) and scale > 0) or (side.kind is not CodingKind.FP8 and scale != 1.0):
+            if not 0 < _as_fp32(scale) < math.inf or (side.kind is not CodingKind.FP8 and scale != 1.0):
                 raise errors.BadScale(f"layer {layer.index} has the scale {scale}")
     if {layer.group for layer in m.layers} != set(range(len(m.groups))):
         raise errors.BadReference("a group has no layer")

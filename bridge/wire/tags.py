@@ -40,6 +40,7 @@ class TagKeys:
     def __init__(self, key: bytes, lease: int, generation: int) -> None:
         self._key = key
         self._nonce = struct.pack("<QI", lease, generation)
+        self._hash_keys: dict[int, np.ndarray] = {}
 
     def _stream(self, offset: int, count: int) -> np.ndarray:
         """`count` u64 of the key stream from byte `offset` (a multiple of 8) on."""
@@ -53,7 +54,10 @@ class TagKeys:
 
     def hash_keys(self, block_bytes: int) -> np.ndarray:
         """u64 [1 + block_bytes / 4]: the key of the valid range, then one for each word of a block of this size."""
-        return self._stream(_HASH_KEY_OFFSET, 1 + block_bytes // 4)
+        keys = self._hash_keys.get(block_bytes)
+        if keys is None:
+            keys = self._hash_keys[block_bytes] = self._stream(_HASH_KEY_OFFSET, 1 + block_bytes // 4)
+        return keys
 
 
 def valid_ranges(span: LayerSpan) -> np.ndarray:
