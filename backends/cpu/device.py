@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from itertools import pairwise
+from typing import cast
 
 import numpy as np
 
 from backends.cpu import reference
-from bridge.devices import BlockTable, PagedCache, SpanShare
+from bridge.devices import BlockTable, DeviceError, PagedCache, SpanShare
 from bridge.wire import TagKeys
 
 
@@ -35,6 +40,7 @@ class CpuReferenceDevice:
     """NumPy, slow, written for reading: what other devices are compared with."""
 
     name = "cpu-reference"
+    exact = True
 
     def probe(self) -> str:
         return "host memory, NumPy reference"
@@ -58,3 +64,108 @@ class CpuReferenceDevice:
     ) -> None:
         for share in shares:
             reference.land_share(cache, table, share, keys, data, write_first, write_end)
+
+
+def _cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _at_hand(table: BlockTable) -> BlockTable:
+    """The same table over an array, so that each share's look-up does not convert the list again."""
+    return BlockTable(cast(Sequence[int], np.asarray(table.pages, dtype=np.int64)), table.block_size)
+
+
+def _parts(share: SpanShare, count: int) -> list[SpanShare]:
+    """The share as up to `count` shares of neighbouring heads."""
+    bounds = [share.head_count * part // count for part in range(count + 1)]
+    return [
+        replace(
+            share,
+            head_first=share.head_first + first,
+            head_count=end - first,
+            model_head=share.model_head + first,
+            offset=share.offset + first * share.span.run_bytes,
+        )
+        for first, end in pairwise(bounds)
+        if first < end
+    ]
+
+
+def _finish(futures: Iterable[Future[None]]) -> None:
+    """Waits for all of them, then raises the first error."""
+    errors = [error for error in [future.exception() for future in futures] if error is not None]
+    if errors:
+        raise errors[0]
+
+
+class CpuDevice:
+    """Compiled code on all cores: shares in parallel, and the heads of a share where shares are fewer than threads.
+
+    threads: how many; by default as many as cores that the process may use. Raises DeviceError where numba is missing. The first device
+    of a machine compiles for some twenty seconds; later ones read numba's cache.
+    """
+
+    name = "cpu"
+    exact = True
+
+    def __init__(self, threads: int | None = None) -> None:
+        try:
+            from backends.cpu import compiled
+        except ImportError as error:
+            raise DeviceError(
+                f"the device cpu needs numba, which cannot be imported ({error})",
+                remedy='pip install "kvbridge[cpu]", or use the device cpu-reference',
+            ) from None
+        if threads is not None and threads < 1:
+            raise DeviceError(f"{threads} threads cannot work", remedy="give at least one, or leave it out")
+        compiled.prepare()
+        self._compiled = compiled
+        self.threads = threads or _cores()
+        self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="kvbridge-cpu")
+
+    def probe(self) -> str:
+        return f"host memory, code compiled by numba, {self.threads} thread{'s' if self.threads > 1 else ''}"
+
+    def allocate_staging(self, nbytes: int) -> HostMemory:
+        return HostMemory(nbytes)
+
+    def _each(self, work: Callable[[SpanShare], None], shares: Sequence[SpanShare]) -> None:
+        """work(share) for all shares, in parallel; the first error, in their order, when all have ended."""
+        if self.threads == 1 or len(shares) == 1:
+            for share in shares:
+                work(share)
+        else:
+            _finish([self._pool.submit(work, share) for share in shares])
+
+    def pack(self, cache: PagedCache, table: BlockTable, shares: Sequence[SpanShare], keys: TagKeys, out: np.ndarray) -> None:
+        table = _at_hand(table)
+        if len(shares) < self.threads:
+            for share in shares:
+                self._compiled.place_share(cache, table, share, share.span.first_token, share.span.end_token)
+            shares = [part for share in shares for part in _parts(share, self.threads)]
+        self._each(lambda share: self._compiled.pack_share(cache, table, share, keys, out), shares)
+
+    def land(
+        self,
+        cache: PagedCache,
+        table: BlockTable,
+        shares: Sequence[SpanShare],
+        keys: TagKeys,
+        data: np.ndarray,
+        write_first: int,
+        write_end: int,
+    ) -> None:
+        table = _at_hand(table)
+        if len(shares) >= self.threads:
+            self._each(lambda share: self._compiled.land_share(cache, table, share, keys, data, write_first, write_end), shares)
+            return
+        # Few shares: each is checked and verified as a whole, then its heads are written in parallel.
+        for share in shares:
+            self._compiled.verify_share(share, keys, data)
+            first, end = self._compiled.written_range(share, write_first, write_end)
+            if first >= end:
+                continue
+            self._compiled.place_share(cache, table, share, first, end)
+            parts = _parts(share, self.threads)
+            self._each(lambda part: self._compiled.write_share(cache, table, part, data, write_first, write_end), parts)

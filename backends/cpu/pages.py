@@ -5,16 +5,27 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from bridge.devices import LayerPages, PagesDoNotFit, SpanShare
+from bridge.devices import BlockTable, LayerPages, PagesDoNotFit, SpanShare
 from bridge.wire import Element
 
 _WORDS = {Element.BF16: torch.int16, Element.FP16: torch.int16, Element.FP32: torch.int32}
 
 
-def element_view(pages: torch.Tensor, element: Element) -> np.ndarray:
-    """Unsigned words [num_pages, block_size, kv_heads, head_dim] on the tensor's own memory. Raises PagesDoNotFit off the CPU."""
+def check_host(pages: torch.Tensor) -> None:
+    """Raises PagesDoNotFit unless the pages lie in host memory."""
     if pages.device.type != "cpu":
         raise PagesDoNotFit(f"the pages are on {pages.device}, this device reads host memory")
+
+
+def check_table(layer: LayerPages, table: BlockTable) -> None:
+    """Raises PagesDoNotFit where the block table counts in pages of another size than the layer's."""
+    if table.block_size != layer.block_size:
+        raise PagesDoNotFit(f"the block table is in pages of {table.block_size} tokens, the cache has pages of {layer.block_size}")
+
+
+def element_view(pages: torch.Tensor, element: Element) -> np.ndarray:
+    """Unsigned words [num_pages, block_size, kv_heads, head_dim] on the tensor's own memory. Raises PagesDoNotFit off the CPU."""
+    check_host(pages)
     words = pages.view(_WORDS[element]).numpy()
     return words.view(np.uint32 if element is Element.FP32 else np.uint16)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from backends.cpu.pages import check_share, element_view
+from backends.cpu.pages import check_share, check_table, element_view
 from bridge.codecs import reference
 from bridge.devices import BlockTable, PagedCache, SpanShare
 from bridge.wire import BLOCK_TOKENS, Coding, CodingKind, Element, TagKeys, verify_tags, write_tags
@@ -27,6 +27,7 @@ def pack_share(cache: PagedCache, table: BlockTable, share: SpanShare, keys: Tag
     """Writes one share's runs into out[share.offset :] (u8). Raises PagesDoNotFit."""
     layer, span = cache.layers[share.index], share.span
     local, element = check_share(layer, share, cache.first_head), cache.element()
+    check_table(layer, table)
     page, position = table.locate(span.first_token, span.end_token, layer.key.shape[0])
     data = out[share.offset : share.offset + share.nbytes]
     blocks, _ = split_runs(data, share.as_span())
@@ -58,6 +59,7 @@ def land_share(
     first, end = max(span.first_token, write_first), min(span.end_token, write_end)
     if first >= end:
         return
+    check_table(layer, table)
     page, position = table.locate(first, end, layer.key.shape[0])
     blocks, _ = split_runs(runs, share.as_span())
     planes = share.codec.planes(share.head_dim)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from bridge.codecs import tables
+from bridge.codecs.errors import NotCarried
 from bridge.codecs.fp8 import decode_e4m3, encode_e4m3
 from bridge.wire.coding import Coding, CodingKind, Element
 
@@ -83,7 +84,7 @@ def encode(x: np.ndarray, coding: Coding, scale: float = 1.0) -> tuple[np.ndarra
 
     x: fp32 [..., D]. scale: what a decoded fp8 element is multiplied with.
     Returns codes u8 [..., code_bytes] and scalars u8 [..., scalar_bytes] (fp16, little-endian).
-    Source of the formulas: vLLM 0.32, triton_turboquant_store.py.
+    Raises NotCarried for sides that hold no coded vectors (OPAQUE, NONE). Source of the formulas: vLLM 0.32, triton_turboquant_store.py.
     """
     x = np.ascontiguousarray(x, dtype=np.float32)
     none = np.zeros((*x.shape[:-1], 0), dtype=np.uint8)
@@ -97,7 +98,11 @@ def encode(x: np.ndarray, coding: Coding, scale: float = 1.0) -> tuple[np.ndarra
         return _encode_affine(x, coding.bits)
     if coding.kind is CodingKind.INT8:
         return _encode_int8(x)
-    raise TypeError(f"{coding.kind.name} sides are carried as they are")
+    raise _not_coded(coding)
+
+
+def _not_coded(coding: Coding) -> NotCarried:
+    return NotCarried(f"sides of kind {coding.kind.name} hold no coded vectors", remedy="describe pages that take them as they are")
 
 
 def _encode_codebook(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
@@ -137,20 +142,27 @@ def _encode_int8(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def decode(codes: np.ndarray, scalars: np.ndarray, coding: Coding, head_dim: int, scale: float = 1.0) -> np.ndarray:
     """The inverse of encode: u8 [..., code_bytes] and u8 [..., scalar_bytes] -> fp32 [..., head_dim].
 
-    Source of the formulas: vLLM 0.32, triton_turboquant_decode.py (norm correction included).
+    Raises NotCarried as encode does. Source of the formulas: vLLM 0.32, triton_turboquant_decode.py (norm correction included).
     """
     if coding.kind is CodingKind.RAW:
         return to_float(codes, coding.element)
-    if coding.kind is CodingKind.FP8:
-        values = decode_e4m3(codes)
-        return values if scale == 1.0 else values * np.float32(scale)
-    if coding.kind is CodingKind.INT8:
-        return codes.view(np.int8).astype(np.float32) * np.ascontiguousarray(scalars).view("<f4")
-    halves = np.ascontiguousarray(scalars).view("<f2").astype(np.float32)
-    if coding.kind is CodingKind.AFFINE:
-        return unpack_bits(codes, coding.bits).astype(np.float32) * halves[..., :1] + halves[..., 1:]
-    entries = tables.centroids(head_dim, coding.bits)[unpack_bits(codes, coding.bits)]
+    with np.errstate(invalid="ignore", over="ignore"):
+        if coding.kind is CodingKind.FP8:
+            values = decode_e4m3(codes)
+            return values if scale == 1.0 else values * np.float32(scale)
+        if coding.kind is CodingKind.INT8:
+            return codes.view(np.int8).astype(np.float32) * np.ascontiguousarray(scalars).view("<f4")
+        if coding.kind not in (CodingKind.AFFINE, CodingKind.CODEBOOK):
+            raise _not_coded(coding)
+        halves = np.ascontiguousarray(scalars).view("<f2").astype(np.float32)
+        if coding.kind is CodingKind.AFFINE:
+            return unpack_bits(codes, coding.bits).astype(np.float32) * halves[..., :1] + halves[..., 1:]
+        return _decode_codebook(codes, halves[..., 0], coding.bits, head_dim)
+
+
+def _decode_codebook(codes: np.ndarray, norm: np.ndarray, bits: int, head_dim: int) -> np.ndarray:
+    entries = tables.centroids(head_dim, bits)[unpack_bits(codes, bits)]
     correction = _ONE / np.sqrt(sum_of_squares(entries) + _CENTROID_EPSILON)
-    factor = halves[..., 0] * correction
+    factor = norm * correction
     factor = factor * np.float32(1 / np.sqrt(head_dim))
     return butterfly(entries) * factor[..., None]

@@ -65,6 +65,6 @@ def test_product_code_has_no_assert_and_runs_nothing_that_it_receives(path):
         assert not isinstance(node, ast.Assert), f"line {node.lineno}: a typed error is wanted"
         if isinstance(node, ast.Call):
             name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
-            assert name not in FORBIDDEN_CALLS or name == "eval" and isinstance(node.func, ast.Attribute), f"line {node.lineno}: {name}"
+            assert name not in FORBIDDEN_CALLS or (name == "eval" and isinstance(node.func, ast.Attribute)), f"line {node.lineno}: {name}"
             assert name != "recv_pyobj"
     assert not {"pickle", "cloudpickle", "dill", "marshal", "shelve"} & {name.split(".")[0] for name in imported(path)}

@@ -1,0 +1,7 @@
+"""`python -m bridge` is the command `kvbridge`."""
+
+import sys
+
+from bridge.cli.main import main
+
+sys.exit(main())

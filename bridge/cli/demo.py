@@ -1,0 +1,72 @@
+"""Hand a real model's KV cache to a second process and decode there.
+
+SmolLM2-135M prefills the prompt in this process. Its KV cache crosses to a second process over NIXL, once for each codec, and the second
+process decodes greedily from what it received. Exit code 0 only if every codec's tokens equal those of decoding locally from a cache that
+went through the reference encoder and decoder; for raw, those of decoding without any hand-off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+from bridge.codecs import CODECS, declared
+
+REPEAT_SECONDS = 5.0
+
+
+def positive(text: str) -> int:
+    """An argument that is a positive number, at most 4096."""
+    value = int(text)
+    if not 1 <= value <= 4096:
+        raise argparse.ArgumentTypeError(f"{text} is not between 1 and 4096")
+    return value
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--codec", action="append", metavar="NAME", help=f"one codec; may be repeated (default: all: {', '.join(CODECS)})")
+    command.add_argument("--prompt-file", type=Path, metavar="FILE", help="a UTF-8 text file to prefill (default: a passage of its own)")
+    command.add_argument("--tokens", type=positive, default=32, help="tokens to decode (default: 32)")
+    command.add_argument("--prefiller-block-size", type=positive, default=16, metavar="N", help="tokens of a page here (default: 16)")
+    command.add_argument("--decoder-block-size", type=positive, default=64, metavar="N", help="tokens of a page there (default: 64)")
+    command.add_argument(
+        "--mode", choices=("park", "stream"), default="park", help="pack everything first, or chunk by chunk (default: park)"
+    )
+    command.add_argument("--port", type=int, default=0, help="control port of the prefiller (default: any free one)")
+    command.add_argument("--keep", type=Path, metavar="FOLDER", help="also write each payload to FOLDER as a .kvb file")
+    command.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+
+
+def run(options: argparse.Namespace) -> int:
+    codecs = [declared(name) for name in options.codec] if options.codec else list(CODECS.values())
+    from bridge.demo import handoff, report
+
+    start = time.monotonic()
+    last = ["", -REPEAT_SECONDS]
+
+    def progress(what: str) -> None:
+        """One line a step; the same step again only now and then, as a sign of life."""
+        now = time.monotonic() - start
+        if what != last[0] or now - float(last[1]) >= REPEAT_SECONDS:
+            print(f"[{now:6.1f} s] {what}", file=sys.stderr, flush=True)
+            last[:] = [what, now]
+
+    result = handoff.demonstrate(
+        codecs=[codec.name for codec in codecs],
+        prompt=options.prompt_file.read_text(encoding="utf-8") if options.prompt_file else None,
+        count=options.tokens,
+        block_sizes=(options.prefiller_block_size, options.decoder_block_size),
+        mode=options.mode,
+        port=options.port,
+        keep=options.keep,
+        progress=progress,
+    )
+    if options.json:
+        json.dump(report.as_json(result), sys.stdout, indent=1)
+        print()
+    else:
+        print(report.as_text(result))
+    return 0 if result.passed else 1

@@ -1,0 +1,136 @@
+"""Print what a .kvb file holds: manifest, sizes, tags, verdict.
+
+Exit code 0 if every block's tag is right, 1 if the file is damaged or no .kvb file, 2 if it cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from bridge.codecs import CODECS, NotCarried
+from bridge.wire import Coding, Element, Manifest, PayloadMap, SlotCodec, read_container
+from bridge.wire.container import verify_contents
+from bridge.wire.errors import BadHeadDim, WireError
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("file", type=Path, metavar="FILE.kvb")
+    command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def run(options: argparse.Namespace) -> int:
+    try:
+        manifest, key, payload = read_container(options.file)
+    except WireError as error:
+        report: dict[str, Any] = {"file": str(options.file), "verdict": error.clause, "detail": error.detail}
+    else:
+        report = {"file": str(options.file), **describe(manifest)}
+        try:
+            verify_contents(manifest, key, payload)
+            report["verdict"] = "ok"
+        except WireError as error:
+            report |= {"verdict": error.clause, "detail": error.detail}
+    if options.json:
+        json.dump(report, sys.stdout, indent=1)
+        print()
+    else:
+        print(as_text(report))
+    return 0 if report["verdict"] == "ok" else 1
+
+
+def side_name(coding: Coding) -> str:
+    """A side in words, such as "codebook 4 bit"."""
+    name = coding.kind.name.lower()
+    if coding.row_bytes:
+        return f"{name} {coding.row_bytes} bytes"
+    if coding.element is not Element.NONE:
+        return f"{name} {coding.element.name.lower()}"
+    return f"{name} {coding.bits} bit" if coding.bits else name
+
+
+def codec_name(codec: SlotCodec, head_dim: int) -> str:
+    """The declared name of a codec, or its two sides in words."""
+    for declared in CODECS.values():
+        for source in (Element.BF16, Element.FP16, Element.FP32):
+            try:
+                if declared.for_layer(head_dim, source) == codec:
+                    return declared.name
+            except (NotCarried, BadHeadDim):
+                continue
+    return f"K {side_name(codec.key)}, V {side_name(codec.value)}"
+
+
+def describe(manifest: Manifest) -> dict[str, Any]:
+    """A manifest as plain values."""
+    payload = PayloadMap(manifest)
+    return {
+        "version": f"0.{manifest.minor}",
+        "model": manifest.model_digest.hex(),
+        "content": {kind.name.lower(): digest.hex() for kind, digest in manifest.content},
+        "request": manifest.request_id,
+        "lease": f"{manifest.lease:016x}",
+        "generation": manifest.generation,
+        "shard": f"TP {manifest.shard.tp_rank} of {manifest.shard.tp_size}, PP {manifest.shard.pp_rank} of {manifest.shard.pp_size}",
+        "groups": [
+            {
+                "kind": group.kind.name.lower(),
+                "tokens": [group.first_token, group.end_token],
+                "heads": group.heads,
+                "head_range": [group.head_first, group.head_first + group.head_count],
+                "head_dim": group.head_dim,
+                "window": group.window,
+            }
+            for group in manifest.groups
+        ],
+        "layers": [
+            {
+                "index": layer.index,
+                "group": layer.group,
+                "codec": codec_name(manifest.codecs[layer.codec], manifest.groups[layer.group].head_dim),
+                "slot_bytes": manifest.codecs[layer.codec].slot_bytes(manifest.groups[layer.group].head_dim),
+                "scales": [layer.key_scale, layer.value_scale],
+            }
+            for layer in manifest.layers
+        ],
+        "chunk_tokens": manifest.chunk_tokens,
+        "chunks": payload.chunk_count,
+        "blocks": payload.blocks,
+        "payload_bytes": payload.payload_bytes,
+    }
+
+
+def as_text(report: dict[str, Any]) -> str:
+    """The report for people."""
+    lines = [f"{report['file']}: {report['verdict']}" + (f" ({report['detail']})" if "detail" in report else "")]
+    if "request" in report:
+        lines += [
+            f"  format      {report['version']}, {report['payload_bytes']:,} payload bytes in {report['chunks']} chunks, "
+            f"{report['blocks']:,} blocks with a tag each",
+            f"  request     {report['request']}, lease {report['lease']}, generation {report['generation']}, {report['shard']}",
+            f"  model       {report['model']}",
+        ]
+        lines += [f"  {kind:<11} {digest}" for kind, digest in report["content"].items()]
+        for number, group in enumerate(report["groups"]):
+            lines.append(
+                f"  group {number}     {group['kind']}, tokens {group['tokens'][0]} to {group['tokens'][1] - 1}, kv heads "
+                f"{group['head_range'][0]} to {group['head_range'][1] - 1} of {group['heads']}, head dimension {group['head_dim']}"
+            )
+        for codec, first, last, slot in _runs(report["layers"]):
+            names = f"layer {first}" if first == last else f"layers {first} to {last}"
+            lines.append(f"  {names}: {codec}, {slot} bytes a token and kv head")
+    return "\n".join(lines)
+
+
+def _runs(layers: list[dict[str, Any]]) -> list[tuple[str, int, int, int]]:
+    """Neighbouring layers of the same codec, as (codec, first, last, slot bytes)."""
+    runs: list[tuple[str, int, int, int]] = []
+    for layer in layers:
+        if runs and runs[-1][0] == layer["codec"] and runs[-1][2] == layer["index"] - 1:
+            runs[-1] = (runs[-1][0], runs[-1][1], layer["index"], runs[-1][3])
+        else:
+            runs.append((layer["codec"], layer["index"], layer["index"], layer["slot_bytes"]))
+    return runs

@@ -1,0 +1,118 @@
+"""The connector's configuration: kv_connector_extra_config as one typed object. Unknown keys are refused with a suggestion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bridge.codecs import declared
+from bridge.codecs.errors import UnknownCodec
+from bridge.handoff import Bounds, Identity, PeerConfig
+from bridge.vllm.errors import BadConfiguration
+
+
+class PeerEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One peer. host and port are needed for prefillers that this engine fetches from; rank r listens on port + r."""
+
+    certificate: str
+    host: str = ""
+    port: int = 0
+
+
+class Entries(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """kv_connector_extra_config.
+
+    name, certificate, private_key: this host's identity (`kvbridge identity NAME`). peers: by the name in their certificate's file.
+    listen, port: the control channel of a prefiller's rank 0. codec: how KV travels unless the request asks otherwise; codec_by_layer:
+    exceptions, by layer number. request_codec: whether requests may choose. staging_bytes: budget of host memory a rank. chunk_tokens: what
+    is packed, sent and landed at a time. lossy_prefix_cache: the operator's consent that what a lossy codec left may enter the decoder's
+    prefix cache, where other requests find it. transports: UCX transports. bounds: seconds, by the names of docs/handoff.md.
+    """
+
+    name: str
+    certificate: str
+    private_key: str
+    peers: dict[str, PeerEntry]
+    listen: str = "127.0.0.1"
+    port: int = 0
+    codec: str = "raw"
+    codec_by_layer: dict[int, str] = {}
+    request_codec: bool = True
+    staging_bytes: int = 256 << 20
+    chunk_tokens: int = 512
+    device: str = ""
+    lossy_prefix_cache: bool = False
+    transports: list[str] | None = None
+    bounds: dict[str, float] = {}
+
+
+@dataclass(frozen=True)
+class ConnectorConfig:
+    """A checked configuration; see Entries for the fields."""
+
+    identity: Identity
+    peers: Mapping[str, PeerConfig]
+    listen: str
+    port: int
+    codec: str
+    codec_by_layer: Mapping[int, str]
+    request_codec: bool
+    staging_bytes: int
+    chunk_tokens: int
+    device: str
+    lossy_prefix_cache: bool
+    transports: list[str] | None
+    bounds: Bounds = field(default_factory=Bounds)
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, Any]) -> ConnectorConfig:
+        """From kv_connector_extra_config. Raises BadConfiguration."""
+        known = Entries.__struct_fields__
+        for key in extra:
+            if key not in known:
+                close = get_close_matches(str(key), known, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"the keys are {', '.join(known)}"
+                raise BadConfiguration(f"kv_connector_extra_config has the unknown key {key!r}", remedy=hint)
+        try:
+            entries = msgspec.convert(dict(extra), Entries, strict=False)
+            bounds = Bounds(**entries.bounds)
+        except (msgspec.ValidationError, TypeError) as error:
+            raise BadConfiguration(f"kv_connector_extra_config: {error}") from None
+        for what, value, low, high in (
+            ("port", entries.port, 0, 65535),
+            ("staging_bytes", entries.staging_bytes, 1 << 20, 1 << 44),
+            ("chunk_tokens", entries.chunk_tokens, 16, 1 << 16),
+        ):
+            if not low <= value <= high:
+                raise BadConfiguration(f"{what} is {value}, outside {low} to {high}")
+        if entries.chunk_tokens % 16:
+            raise BadConfiguration(f"chunk_tokens is {entries.chunk_tokens}, no multiple of 16")
+        for codec in (entries.codec, *entries.codec_by_layer.values()):
+            try:
+                declared(codec)
+            except UnknownCodec as error:
+                raise BadConfiguration(error.detail, remedy=error.advice) from None
+        files = [entries.certificate, entries.private_key, *(peer.certificate for peer in entries.peers.values())]
+        for name in files:
+            if not Path(name).is_file():
+                raise BadConfiguration(f"there is no file {name}", remedy="make identities with `kvbridge identity NAME`")
+        return cls(
+            identity=Identity(entries.name, Path(entries.certificate), Path(entries.private_key)),
+            peers={name: PeerConfig(Path(p.certificate), p.host, p.port) for name, p in entries.peers.items()},
+            listen=entries.listen,
+            port=entries.port,
+            codec=entries.codec,
+            codec_by_layer=entries.codec_by_layer,
+            request_codec=entries.request_codec,
+            staging_bytes=entries.staging_bytes,
+            chunk_tokens=entries.chunk_tokens,
+            device=entries.device,
+            lossy_prefix_cache=entries.lossy_prefix_cache,
+            transports=entries.transports,
+            bounds=bounds,
+        )

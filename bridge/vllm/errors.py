@@ -1,0 +1,31 @@
+"""What can be wrong with a connector's configuration or with a request's parameters."""
+
+from __future__ import annotations
+
+from bridge.errors import KVBridgeError
+
+
+class ConnectorError(KVBridgeError):
+    """The connector cannot work in this engine, or cannot serve this request."""
+
+    clause = "connector"
+
+
+class BadConfiguration(ConnectorError):
+    """kv_connector_extra_config has an unknown key, a missing one, or a value that cannot be."""
+
+    clause = "bad_configuration"
+    remedy = "correct kv_connector_extra_config; docs/vllm.md lists its keys"
+
+
+class UnsupportedEngine(ConnectorError):
+    """This engine, its version or its settings are not supported; the sentence names what."""
+
+    clause = "unsupported_engine"
+
+
+class BadParameters(ConnectorError):
+    """A request's kv_transfer_params are malformed. They come through routers and clients, and only this request fails."""
+
+    clause = "bad_parameters"
+    remedy = "pass the prefiller's kv_transfer_params on unchanged"
