@@ -20,7 +20,8 @@ import torch
 
 from backends.cpu.device import CpuDevice, CpuReferenceDevice
 from bridge.codecs import CODECS, NotCarried
-from bridge.devices import BlockTable, DeviceError, LayerPages, PagedCache
+from bridge.devices import DeviceError
+from bridge.pages import BlockTable, LayerPages, PagedCache
 from bridge.shares import ChunkShare, chunk_share
 from bridge.wire import ContentKind, Element, Group, Layer, Manifest, PayloadMap, TagKeys, new_key, token_digest
 

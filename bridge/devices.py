@@ -1,22 +1,20 @@
-"""The Device protocol: what a backend must offer, how an engine's pages are described, and the registry that finds backends.
+"""The Device protocol: what a backend must offer, and the registry that finds backends.
 
 A backend is one folder under `backends/` (or an installed package) that names itself in the entry point group `kvbridge.devices`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from bridge.errors import KVBridgeError
-from bridge.wire import Element, LayerSpan, SlotCodec, TagKeys
-
-if TYPE_CHECKING:
-    import torch
+from bridge.pages import BlockTable, LayerPages, PagedCache, PagesDoNotFit  # noqa: F401
+from bridge.wire import LayerSpan, SlotCodec, TagKeys
 
 
 class DeviceError(KVBridgeError):
@@ -29,99 +27,6 @@ class UnknownDevice(DeviceError):
     """No backend of that name is installed."""
 
     clause = "unknown_device"
-
-
-class PagesDoNotFit(DeviceError):
-    """The described pages cannot hold, or do not contain, what was asked for."""
-
-    clause = "pages_do_not_fit"
-    remedy = "check the block table, the block size and the layers that were described"
-
-
-@dataclass(frozen=True)
-class LayerPages:
-    """K and V of one layer of a paged cache, as views on the engine's own memory.
-
-    key, value: tensors [num_pages, block_size, kv_heads, head_dim] of the same dtype (bfloat16, float16 or float32) with any strides,
-    so NHD, HND, and K and V apart or packed are all the same description: views by `nhd`, `hnd` or the engine's own means.
-    """
-
-    key: torch.Tensor
-    value: torch.Tensor
-
-    def __post_init__(self) -> None:
-        if self.key.shape != self.value.shape or self.key.dtype != self.value.dtype or self.key.dim() != 4:
-            raise PagesDoNotFit(
-                f"key pages {tuple(self.key.shape)} {self.key.dtype} and value pages {tuple(self.value.shape)} {self.value.dtype} "
-                "must be alike and have four dimensions"
-            )
-
-    @classmethod
-    def nhd(cls, key: torch.Tensor, value: torch.Tensor) -> LayerPages:
-        """From tensors [num_pages, block_size, kv_heads, head_dim]: tokens outside heads."""
-        return cls(key, value)
-
-    @classmethod
-    def hnd(cls, key: torch.Tensor, value: torch.Tensor) -> LayerPages:
-        """From tensors [num_pages, kv_heads, block_size, head_dim]: heads outside tokens."""
-        return cls(key.transpose(1, 2), value.transpose(1, 2))
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a page."""
-        return self.key.shape[1]
-
-    @property
-    def heads(self) -> int:
-        return self.key.shape[2]
-
-    @property
-    def head_dim(self) -> int:
-        return self.key.shape[3]
-
-
-@dataclass(frozen=True)
-class PagedCache:
-    """An engine's paged cache, or one rank's share of it.
-
-    layers: the pages by layer index of the model. first_head: the model's kv head that is head 0 of these pages.
-    """
-
-    layers: Mapping[int, LayerPages]
-    first_head: int = 0
-
-    def element(self) -> Element:
-        """The element type of all pages. Raises PagesDoNotFit if they differ or are of no type that can be read."""
-        names = {str(layer.key.dtype) for layer in self.layers.values()}
-        known = {"torch.bfloat16": Element.BF16, "torch.float16": Element.FP16, "torch.float32": Element.FP32}
-        if len(names) != 1 or not names <= known.keys():
-            raise PagesDoNotFit(f"pages of types {', '.join(sorted(names))} are not all bfloat16, float16 or float32")
-        return known[names.pop()]
-
-
-@dataclass(frozen=True)
-class BlockTable:
-    """Where a request's tokens lie: token t is in page `pages[t // block_size]`, at position t % block_size.
-
-    pages: page ids from token 0 on; entries of tokens that are never touched may be anything.
-    """
-
-    pages: Sequence[int]
-    block_size: int
-
-    def locate(self, first: int, end: int, num_pages: int) -> tuple[np.ndarray, np.ndarray]:
-        """(page ids, positions), int64 [end - first] each, of tokens [first, end).
-
-        Raises PagesDoNotFit where the table is too short or names a page outside 0..num_pages - 1.
-        """
-        tokens = np.arange(first, end, dtype=np.int64)
-        if end > len(self.pages) * self.block_size:
-            raise PagesDoNotFit(f"a block table of {len(self.pages)} pages of {self.block_size} tokens does not reach token {end - 1}")
-        table = np.asarray(self.pages, dtype=np.int64)
-        pages = table[tokens // self.block_size]
-        if pages.size and (pages.min() < 0 or pages.max() >= num_pages):
-            raise PagesDoNotFit(f"a block table names pages {pages.min()} to {pages.max()}, the cache has {num_pages}")
-        return pages, tokens % self.block_size
 
 
 @dataclass(frozen=True)

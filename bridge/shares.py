@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bridge.devices import PagedCache, SpanShare
+from bridge.devices import SpanShare
+from bridge.pages import PagedCache
 from bridge.wire import ChunkMap, Manifest
 
 
@@ -34,7 +35,7 @@ def chunk_share(manifest: Manifest, chunk: ChunkMap, cache: PagedCache) -> Chunk
         if pages is None:
             continue
         first = max(group.head_first, cache.first_head)
-        end = min(group.head_first + group.head_count, cache.first_head + pages.heads)
+        end = min(group.head_first + group.head_count, cache.first_head + pages.sides[0].heads)
         if first >= end:
             continue
         share = SpanShare(

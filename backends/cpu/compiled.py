@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from backends.cpu import kernels
+from backends.cpu import kernels, reference
 from backends.cpu.pages import check_host, check_share, check_table
 from bridge.codecs import tables
-from bridge.devices import BlockTable, DeviceError, LayerPages, PagedCache, PagesDoNotFit, SpanShare
+from bridge.devices import DeviceError, SpanShare
+from bridge.pages import BlockTable, LayerDescription, LayerPages, PagedCache, PagesDoNotFit
 from bridge.wire import BLOCK_TOKENS, CodingKind, Element, SlotCodec, TagKeys
 from bridge.wire.errors import DirtyPadding
 from bridge.wire.tags import report_bad_tags, span_masks, valid_ranges
@@ -19,7 +20,17 @@ from bridge.wire.tags import report_bad_tags, span_masks, valid_ranges
 if sys.byteorder != "little":
     raise DeviceError("the compiled CPU device needs a little-endian host", remedy="use the device cpu-reference")
 
+_FLOATS = (Element.BF16, Element.FP16, Element.FP32)
 _CARRIED = (CodingKind.RAW, CodingKind.FP8, CodingKind.CODEBOOK, CodingKind.AFFINE, CodingKind.INT8)
+
+
+def _plain(layer: LayerDescription, share: SpanShare) -> bool:
+    """Whether the kernels know these pages and this codec; the reference does the others, which no engine has in its inner loop."""
+    sides = layer.sides
+    return isinstance(layer, LayerPages) and all(
+        side is not None and not side.tiled and side.coding.element in _FLOATS and coding.kind in _CARRIED
+        for side, coding in zip(sides, (share.codec.key, share.codec.value), strict=True)
+    )
 
 
 class _Coded(NamedTuple):
@@ -46,14 +57,17 @@ def _coded(codec: SlotCodec, head_dim: int, landing: bool) -> tuple[_Coded, _Cod
     return sides[0], sides[1]
 
 
-def _sides(layer: LayerPages, source: Element, share: SpanShare, landing: bool) -> np.ndarray:
-    """kernels.SIDE [2]: K and V."""
-    coded = _coded(share.codec, share.head_dim, landing)
-    sides = []
-    for pages, side, scale in ((layer.key, coded[0], share.key_scale), (layer.value, coded[1], share.value_scale)):
+def _sides(layer: LayerDescription, share: SpanShare, landing: bool) -> np.ndarray:
+    """kernels.SIDE [2]: K and V of pages that are plain."""
+    coded, sides = _coded(share.codec, share.head_dim, landing), []
+    for side, fields, scale in zip(layer.sides, coded, (share.key_scale, share.value_scale), strict=True):
+        if side is None:
+            raise PagesDoNotFit(f"layer {share.index} has no V side here")
+        pages = side.codes
         check_host(pages)
         width = pages.element_size()
-        sides.append((pages.data_ptr(), width, *(step * width for step in pages.stride()), int(source), *side.fields, scale))
+        steps = (step * width for step in pages.stride())
+        sides.append((pages.data_ptr(), width, *steps, int(side.coding.element), *fields.fields, scale))
     return np.array(sides, kernels.SIDE)
 
 
@@ -110,7 +124,7 @@ def place_share(cache: PagedCache, table: BlockTable, share: SpanShare, first: i
     layer = cache.layers[share.index]
     local = check_share(layer, share, cache.first_head)
     check_table(layer, table)
-    pages, positions = table.locate(first, end, layer.key.shape[0])
+    pages, positions = table.locate(first, end, layer.sides[0].num_pages)
     return pages, positions, local
 
 
@@ -121,9 +135,12 @@ def written_range(share: SpanShare, write_first: int, write_end: int) -> tuple[i
 
 def pack_share(cache: PagedCache, table: BlockTable, share: SpanShare, keys: TagKeys, out: np.ndarray) -> None:
     """Writes one share's runs into out[share.offset :] (u8). Raises PagesDoNotFit."""
-    span = share.span
+    span, layer = share.span, cache.layers[share.index]
+    if not _plain(layer, share):
+        reference.pack_share(cache, table, share, keys, out)
+        return
     place = place_share(cache, table, share, span.first_token, span.end_token)
-    sides = _sides(cache.layers[share.index], cache.element(), share, landing=False)
+    sides = _sides(layer, share, landing=False)
     part, room = _cut(out, share), _room(share.head_dim)
     data = part if _is_aligned(part) else np.empty(share.nbytes, np.uint8)
     start = span.first_token - span.first_block * BLOCK_TOKENS
@@ -147,8 +164,12 @@ def write_share(cache: PagedCache, table: BlockTable, share: SpanShare, data: np
     first, end = written_range(share, write_first, write_end)
     if first >= end:
         return
+    layer = cache.layers[share.index]
+    if not _plain(layer, share):
+        reference.write_share(cache, table, share, data, write_first, write_end)
+        return
     place = place_share(cache, table, share, first, end)
-    sides = _sides(cache.layers[share.index], cache.element(), share, landing=True)
+    sides = _sides(layer, share, landing=True)
     part, room = _aligned(_cut(data, share)), _room(share.head_dim)
     kernels.land(sides, _wire(part, share, room), *place, first - share.span.first_block * BLOCK_TOKENS)
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
-from typing import cast
 
 import numpy as np
 
 from backends.cpu import reference
-from bridge.devices import BlockTable, DeviceError, PagedCache, SpanShare
+from bridge.devices import DeviceError, SpanShare
+from bridge.pages import BlockTable, PagedCache
 from bridge.wire import TagKeys
 
 
@@ -69,11 +69,6 @@ class CpuReferenceDevice:
 def _cores() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _at_hand(table: BlockTable) -> BlockTable:
-    """The same table over an array, so that each share's look-up does not convert the list again."""
-    return BlockTable(cast(Sequence[int], np.asarray(table.pages, dtype=np.int64)), table.block_size)
 
 
 def _parts(share: SpanShare, count: int) -> list[SpanShare]:
@@ -139,7 +134,6 @@ class CpuDevice:
             _finish([self._pool.submit(work, share) for share in shares])
 
     def pack(self, cache: PagedCache, table: BlockTable, shares: Sequence[SpanShare], keys: TagKeys, out: np.ndarray) -> None:
-        table = _at_hand(table)
         if len(shares) < self.threads:
             for share in shares:
                 self._compiled.place_share(cache, table, share, share.span.first_token, share.span.end_token)
@@ -156,7 +150,6 @@ class CpuDevice:
         write_first: int,
         write_end: int,
     ) -> None:
-        table = _at_hand(table)
         if len(shares) >= self.threads:
             self._each(lambda share: self._compiled.land_share(cache, table, share, keys, data, write_first, write_end), shares)
             return

@@ -45,14 +45,14 @@ def run(options: argparse.Namespace) -> int:
     from bridge.demo import handoff, report
 
     start = time.monotonic()
-    last = ["", -REPEAT_SECONDS]
+    said: dict[str, float] = {}
 
     def progress(what: str) -> None:
         """One line a step; the same step again only now and then, as a sign of life."""
         now = time.monotonic() - start
-        if what != last[0] or now - float(last[1]) >= REPEAT_SECONDS:
+        if now - said.get(what, -REPEAT_SECONDS) >= REPEAT_SECONDS:
             print(f"[{now:6.1f} s] {what}", file=sys.stderr, flush=True)
-            last[:] = [what, now]
+            said[what] = now
 
     result = handoff.demonstrate(
         codecs=[codec.name for codec in codecs],

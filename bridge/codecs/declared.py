@@ -21,9 +21,9 @@ class SideRule:
     bits: int = 0
 
     def coding(self, head_dim: int, source: Element) -> Coding:
-        if self.kind is CodingKind.RAW:
+        if self.kind is CodingKind.RAW and source is not Element.E4M3FN:
             return Coding(CodingKind.RAW, source.bits, source)
-        if self.kind is CodingKind.FP8:
+        if self.kind in (CodingKind.RAW, CodingKind.FP8):
             return Coding(CodingKind.FP8, 8, Element.E4M3FN)
         if self.kind in (CodingKind.AFFINE, CodingKind.INT8):
             return Coding(self.kind, self.bits)
@@ -45,9 +45,12 @@ class DeclaredCodec:
         return self.key.kind is CodingKind.RAW and self.value.kind is CodingKind.RAW
 
     def for_layer(self, head_dim: int, source: Element) -> SlotCodec:
-        """The SlotCodec for vectors of `head_dim` elements of type `source` (BF16, FP16 or FP32). Raises NotCarried."""
-        if source not in (Element.BF16, Element.FP16, Element.FP32):
-            raise NotCarried(f"codec {self.name} takes bf16, fp16 or fp32 pages, not {source.name}")
+        """The SlotCodec for vectors of `head_dim` elements of type `source`: BF16, FP16, FP32 or E4M3FN. Raises NotCarried.
+
+        raw is the source's own type; for pages of fp8, that is fp8 with the engine's scales.
+        """
+        if source is Element.NONE:
+            raise NotCarried(f"codec {self.name} takes bf16, fp16, fp32 or fp8 pages")
         if head_dim % 16:
             raise NotCarried(f"head dimension {head_dim} is no multiple of 16", remedy="no codec carries this model")
         if CodingKind.CODEBOOK in (self.key.kind, self.value.kind) and head_dim not in tables.head_dims():

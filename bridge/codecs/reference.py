@@ -72,7 +72,7 @@ def unpack_bits(packed: np.ndarray, bits: int) -> np.ndarray:
     return np.packbits(stream.reshape(*packed.shape[:-1], -1, bits), axis=-1, bitorder="little")[..., 0]
 
 
-def _to_fp16(x: np.ndarray) -> np.ndarray:
+def to_fp16(x: np.ndarray) -> np.ndarray:
     """Scalars as little-endian fp16 bytes: nearest even, overflow is infinity, every NaN is 0x7e00."""
     with np.errstate(over="ignore", invalid="ignore"):
         half = x.astype("<f2")
@@ -91,7 +91,8 @@ def encode(x: np.ndarray, coding: Coding, scale: float = 1.0) -> tuple[np.ndarra
     if coding.kind is CodingKind.RAW:
         return from_float(x, coding.element), none
     if coding.kind is CodingKind.FP8:
-        return encode_e4m3(x if scale == 1.0 else x / np.float32(scale)), none
+        with np.errstate(over="ignore"):
+            return encode_e4m3(x if scale == 1.0 else x / np.float32(scale)), none
     if coding.kind is CodingKind.CODEBOOK:
         return _encode_codebook(x, coding.bits)
     if coding.kind is CodingKind.AFFINE:
@@ -115,7 +116,7 @@ def _encode_codebook(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
         unit = unit * np.float32(1 / np.sqrt(head_dim))
     # A coordinate that is NaN reaches no midpoint: code 0.
     codes = (unit[..., None] >= tables.midpoints(head_dim, bits)).sum(axis=-1, dtype=np.uint8)
-    return pack_bits(codes, bits), _to_fp16(norm[..., None])
+    return pack_bits(codes, bits), to_fp16(norm[..., None])
 
 
 def _encode_affine(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
@@ -127,7 +128,7 @@ def _encode_affine(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
         steps = (x - zero) / scale
         codes = np.trunc(steps + np.float32(0.5))
     codes = np.clip(np.where(np.isnan(codes), np.float32(0), codes), 0, levels).astype(np.uint8)
-    return pack_bits(codes, bits), _to_fp16(np.concatenate([scale, zero], axis=-1))
+    return pack_bits(codes, bits), to_fp16(np.concatenate([scale, zero], axis=-1))
 
 
 def _encode_int8(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

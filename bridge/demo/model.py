@@ -197,6 +197,11 @@ def load_model(progress: Progress = _silent, *, threads: int | None = None, cach
                     loaded = _load_gguf(gguf, progress, started)
                     _store_copy(copy, *loaded, progress=progress, started=started)
     network, tokenizer = loaded
+    with torch.no_grad():
+        # A mapped file begins where its header ends, and sums depend on alignment: without this the last bits would differ between a
+        # process that read the GGUF and one that mapped the copy.
+        for tensor in (*network.parameters(), *network.buffers()):
+            tensor.data = tensor.data.clone()
     digest = model_digest(_plain_config(network), gguf)
     seconds = time.monotonic() - started
     progress("the model is ready", seconds)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bridge.codecs import declared, reference
-from bridge.devices import BlockTable, LayerPages, PagedCache, PagesDoNotFit
+from bridge.pages import BlockTable, LayerPages, PagedCache, PagesDoNotFit
 from bridge.wire import Element, SlotCodec
 
 if TYPE_CHECKING:
@@ -79,10 +79,10 @@ def to_pages(
         (len(layers), heads, dim), tokens, block_size=block_size, element=element, layout=layout, seed=seed, spare_pages=spare_pages
     )
     for index, (key, value) in enumerate(layers):
-        pages = cache.layers[index]
-        page, position = _places(pages, table, 0, tokens)
-        pages.key[page, position] = key.transpose(0, 1).to(pages.key.dtype)
-        pages.value[page, position] = value.transpose(0, 1).to(pages.value.dtype)
+        into_key, into_value = _floats(cache, index)
+        page, position = _places(into_key, table, 0, tokens)
+        into_key[page, position] = key.transpose(0, 1).to(into_key.dtype)
+        into_value[page, position] = value.transpose(0, 1).to(into_value.dtype)
     return cache, table
 
 
@@ -93,19 +93,27 @@ def from_pages(cache: PagedCache, table: BlockTable, tokens: int, first_token: i
     """
     contiguous = []
     for index in sorted(cache.layers):
-        pages = cache.layers[index]
-        page, position = _places(pages, table, first_token, tokens)
-        key, value = (side[page, position].transpose(0, 1).float().contiguous() for side in (pages.key, pages.value))
+        sides = _floats(cache, index)
+        page, position = _places(sides[0], table, first_token, tokens)
+        key, value = (side[page, position].transpose(0, 1).float().contiguous() for side in sides)
         contiguous.append((key, value))
     return contiguous
 
 
-def _places(pages: LayerPages, table: BlockTable, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _floats(cache: PagedCache, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A layer's K and V pages, [pages, block_size, heads, dim]. Raises PagesDoNotFit where they are not both floats of this shape."""
+    pages = cache.layers[index]
+    if not isinstance(pages, LayerPages) or pages.value is None or pages.key.dim() != 4:
+        raise PagesDoNotFit(f"layer {index} is not pages of floats")
+    return pages.key, pages.value
+
+
+def _places(pages: torch.Tensor, table: BlockTable, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
     import torch
 
-    if table.block_size != pages.block_size:
-        raise PagesDoNotFit(f"a block table of {table.block_size} tokens a page for pages of {pages.block_size}")
-    page, position = table.locate(first, end, pages.key.shape[0])
+    if table.block_size != pages.shape[1]:
+        raise PagesDoNotFit(f"a block table of {table.block_size} tokens a page for pages of {pages.shape[1]}")
+    page, position = table.locate(first, end, pages.shape[0])
     return torch.from_numpy(page), torch.from_numpy(position)
 
 

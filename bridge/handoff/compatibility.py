@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bridge.codecs import check_tables
-from bridge.devices import BlockTable, PagedCache
 from bridge.handoff.errors import ContentDiffers, HeadsDiffer, LayersMissing, ModelDiffers, TokensMissing
 from bridge.handoff.ticket import Ticket
+from bridge.pages import BlockTable, PagedCache
 from bridge.wire import ContentKind, Manifest
 
 
@@ -42,7 +42,7 @@ def check_fits(
         group = manifest.groups[layer.group]
         if group.head_dim != pages.head_dim:
             raise HeadsDiffer(f"layer {index} has head dimension {group.head_dim} in the payload and {pages.head_dim} here")
-        end_head = cache.first_head + pages.heads
+        end_head = cache.first_head + pages.sides[0].heads
         if end_head > group.heads:
             raise HeadsDiffer(f"layer {index} has {group.heads} kv heads in the payload's model, this decoder holds up to {end_head}")
         if cache.first_head < group.head_first or end_head > group.head_first + group.head_count:
@@ -53,4 +53,4 @@ def check_fits(
             )
         check_tables(manifest.codecs[layer.codec], group.head_dim)
         # Refuses a short or wild block table before anything is transferred.
-        table.locate(first_token, end_token, pages.key.shape[0])
+        table.locate(first_token, end_token, pages.sides[0].num_pages)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from bridge.counters import Counters
-from bridge.devices import BlockTable, Device, PagedCache
+from bridge.devices import Device
 from bridge.errors import KVBridgeError
 from bridge.handoff import messages
 from bridge.handoff.bounds import Bounds, Observer, ignore
@@ -23,6 +23,7 @@ from bridge.handoff.link import Claimed, Link, Receiving
 from bridge.handoff.loop import Job, LoopThread
 from bridge.handoff.staging import Extent, StagingPool
 from bridge.handoff.ticket import Ticket
+from bridge.pages import BlockTable, PagedCache
 from bridge.shares import ChunkShare, chunk_share
 from bridge.transfer.agent import Agent, Memory, ReadRange, Transfer
 from bridge.transfer.errors import TransferTimeout

@@ -6,9 +6,9 @@ import threading
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from bridge.devices import BlockTable, PagedCache
 from bridge.handoff.errors import HandoffError
 from bridge.handoff.staging import Extent
+from bridge.pages import BlockTable, PagedCache
 from bridge.wire import Manifest, PayloadMap, TagKeys
 
 if TYPE_CHECKING:

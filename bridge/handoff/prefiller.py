@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from bridge.counters import Counters
-from bridge.devices import BlockTable, Device, PagedCache, PagesDoNotFit
+from bridge.devices import Device
 from bridge.handoff import messages
 from bridge.handoff.bounds import Bounds, Observer, ignore
 from bridge.handoff.channel import Channel
@@ -38,6 +38,7 @@ from bridge.handoff.messages import from_u64, u64
 from bridge.handoff.session import Session
 from bridge.handoff.staging import Extent, StagingPool
 from bridge.handoff.ticket import Ticket
+from bridge.pages import BlockTable, PagedCache, PagesDoNotFit
 from bridge.shares import chunk_share
 from bridge.transfer.agent import Agent, Memory
 from bridge.wire import Manifest, new_key, seal
@@ -137,7 +138,7 @@ class Prefiller:
             raise PagesDoNotFit("the cache lacks layers or kv heads that the manifest names")
         for group in manifest.groups:
             for pages in cache.layers.values():
-                table.locate(group.first_token, group.end_token, pages.key.shape[0])
+                table.locate(group.first_token, group.end_token, pages.sides[0].num_pages)
         earlier = self._leases.get(number)
         if earlier is not None:
             self._finish(earlier, StaleGeneration(f"request {manifest.request_id!r} was offered anew"))

@@ -10,7 +10,8 @@ import torch
 from backends.cpu import reference
 from bridge.codecs import CODECS, NotCarried
 from bridge.codecs.reference import unpack_bits
-from bridge.devices import BlockTable, Device, LayerPages, PagedCache
+from bridge.devices import Device
+from bridge.pages import BlockTable, LayerPages, PagedCache
 from bridge.shares import ChunkShare, chunk_share
 from bridge.wire import (
     CodingKind,

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from bridge.codecs import CODECS
-from bridge.devices import BlockTable, Device, PagesDoNotFit
+from bridge.devices import Device
+from bridge.pages import BlockTable, PagesDoNotFit
 from bridge.wire.errors import BadTag, DirtyPadding
 from tests.conformance.cases import (
     POISON,

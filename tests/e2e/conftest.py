@@ -1,12 +1,8 @@
-"""The marker of tests that load the real language model, so that quick runs may leave them out with `-m "not model"`."""
+"""The real language model, loaded once; quick runs leave its tests out with `-m "not model"`."""
 
 import pytest
 
 from bridge.demo.model import load_model
-
-
-def pytest_configure(config):
-    config.addinivalue_line("markers", "model: loads the real language model (20 s the first time on a machine, then a few seconds)")
 
 
 @pytest.fixture(scope="session")

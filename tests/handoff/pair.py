@@ -10,8 +10,8 @@ import torch
 
 from backends.cpu.device import CpuReferenceDevice
 from bridge.codecs import declared
-from bridge.devices import BlockTable, LayerPages, PagedCache
 from bridge.handoff import Bounds, Decoder, Identity, PeerConfig, Prefiller, Target, create_identity
+from bridge.pages import BlockTable, LayerPages, PagedCache
 from bridge.wire import ContentKind, Element, Group, Layer, Manifest, token_digest
 from tests.handoff.local_agent import LocalAgent
 

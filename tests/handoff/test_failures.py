@@ -268,7 +268,7 @@ def test_what_was_asked_for_is_not_what_is_offered(pair, source, target, change,
 
 
 def test_pages_of_another_shape(pair, source):
-    from bridge.devices import LayerPages, PagedCache, PagesDoNotFit
+    from bridge.pages import LayerPages, PagedCache, PagesDoNotFit
 
     def cache(layers, heads, dim):
         pages = torch.zeros(4, 64, heads, dim, dtype=torch.bfloat16)

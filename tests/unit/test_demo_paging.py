@@ -10,7 +10,7 @@ from bridge.demo import text
 from bridge.demo.errors import MissingPackage
 from bridge.demo.model import load_model
 from bridge.demo.paged import empty_pages, from_pages, through_codec, to_pages
-from bridge.devices import PagesDoNotFit
+from bridge.pages import PagesDoNotFit
 from bridge.wire import Element
 
 DTYPES = {Element.BF16: torch.bfloat16, Element.FP16: torch.float16, Element.FP32: torch.float32}
