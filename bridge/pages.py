@@ -259,9 +259,9 @@ class BlockTable:
 
         Raises PagesDoNotFit where the table is too short or names a page outside 0..num_pages - 1.
         """
-        tokens = np.arange(first, end, dtype=np.int64)
         if end > len(self._array) * self.block_size:
             raise PagesDoNotFit(f"a block table of {len(self._array)} pages of {self.block_size} tokens does not reach token {end - 1}")
+        tokens = np.arange(first, end, dtype=np.int64)
         pages = self._array[tokens // self.block_size]
         if pages.size and (pages.min() < 0 or pages.max() >= num_pages):
             raise PagesDoNotFit(f"a block table names pages {pages.min()} to {pages.max()}, the cache has {num_pages}")

@@ -78,6 +78,7 @@ def write_share(cache: PagedCache, table: BlockTable, share: SpanShare, data: np
         part = blocks[..., plane.offset : plane.offset + plane.nbytes]
         return part.reshape(share.head_count, span.blocks * BLOCK_TOKENS, plane.row_bytes)[:, start : start + end - first]
 
+    converted = []
     for number, pages, coding, scale in _paired(layer, share):
         try:
             codes, scalars = convert(rows(number), rows(number + 2), coding, pages.coding, share.head_dim, scale, pages.scale)
@@ -85,6 +86,9 @@ def write_share(cache: PagedCache, table: BlockTable, share: SpanShare, data: np
             raise PagesDoNotFit(f"layer {share.index}: {error.detail}", remedy=error.advice) from None
         if pages.folded:
             scalars = fold(codes, scalars, pages.coding, share.head_dim)
+        converted.append((pages, codes, scalars))
+    # Nothing is written before both sides are known to fit.
+    for pages, codes, scalars in converted:
         write_rows(pages.codes, pages.tiled, page, position, heads, codes)
         write_rows(pages.scalars, False, page, position, heads, scalars)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import struct
 from pathlib import Path
 from typing import BinaryIO
@@ -39,9 +40,14 @@ def read_container(path: Path) -> tuple[Manifest, bytes, bytes]:
 
     Sizes are compared with the file's before anything is allocated. Raises a WireError, or OSError where the file cannot be read.
     """
-    size = path.stat().st_size
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(f"{path} is no regular file")
     with path.open("rb") as file:
-        return read_stream(file, size)
+        try:
+            return read_stream(file, status.st_size)
+        except MemoryError:
+            raise errors.TooLarge(f"the payload of {path} does not fit in memory") from None
 
 
 def verify_container(path: Path) -> Manifest:
