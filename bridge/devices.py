@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from bridge.errors import KVBridgeError
-from bridge.pages import BlockTable, LayerPages, PagedCache, PagesDoNotFit  # noqa: F401
+from bridge.pages import BlockTable, PagedCache
 from bridge.wire import LayerSpan, SlotCodec, TagKeys
 
 

@@ -8,7 +8,7 @@ import contextlib
 import ssl
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bridge.counters import Counters
 from bridge.devices import Device
@@ -115,8 +115,8 @@ class Decoder:
         self.counters = Counters()
         self._peers = dict(peers)
         self._depth = chunks_in_flight
-        self._links: dict[str, Link] = {}
-        self._connecting: dict[str, asyncio.Lock] = {}
+        self._links: dict[tuple[str, int], Link] = {}
+        self._connecting: dict[tuple[str, int], asyncio.Lock] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._memory = device.allocate_staging(staging_bytes)
         self._pool = StagingPool(self._memory.nbytes)
@@ -144,6 +144,11 @@ class Decoder:
     async def fetch_async(self, ticket: Ticket, target: Target) -> Received:
         """`fetch` for engines that run on an event loop."""
         return await self.start(ticket, target).result_async()
+
+    def decline(self, ticket: Ticket, target_model: bytes, reason: str) -> None:
+        """Lets the prefiller free a payload that this decoder will not fetch; best effort, returns at once."""
+        if not self._closed:
+            self._loop.submit(self._decline(ticket, target_model, reason))
 
     def staging(self) -> tuple[int, int]:
         """(bytes in use, budget) of the staging memory; quarantined bytes count as used."""
@@ -184,7 +189,7 @@ class Decoder:
 
     async def _fetch(self, ticket: Ticket, target: Target) -> Received:
         start = time.perf_counter()
-        link = await self._link(ticket.peer)
+        link = await self._link(ticket.peer, ticket.rank)
         self.observe("claiming", {"request_id": ticket.request_id})
         claimed, receiving = await link.claim(ticket, target.reader, target.readers, target.model_digest)
         try:
@@ -221,17 +226,27 @@ class Decoder:
         self.observe("commit_sent", {})
         return move
 
+    async def _decline(self, ticket: Ticket, model_digest: bytes, reason: str) -> None:
+        with contextlib.suppress(KVBridgeError):
+            link = await self._link(ticket.peer, ticket.rank)
+            await link.claim(ticket, 0, 1, model_digest)
+            link.forget(ticket)
+            await link.abandon(ticket, Cancelled(reason))
+            self.counters.add("declined")
+
     # Connections.
 
-    async def _link(self, name: str) -> Link:
-        """The open connection to a prefiller, or a new one. Raises PeerUnknown or CannotConnect."""
+    async def _link(self, name: str, rank: int) -> Link:
+        """The open connection to a prefiller's rank, or a new one. Raises PeerUnknown or CannotConnect."""
         peer = self._peers.get(name)
         if peer is None or not peer.host:
             raise PeerUnknown(f"no prefiller named {name!r} with an address is configured here")
-        async with self._connecting.setdefault(name, asyncio.Lock()):
-            link = self._links.get(name)
+        if not 0 < peer.port + rank < 1 << 16:
+            raise PeerUnknown(f"prefiller {name!r} has no rank {rank}: port {peer.port + rank} cannot be")
+        async with self._connecting.setdefault((name, rank), asyncio.Lock()):
+            link = self._links.get((name, rank))
             if link is None or link.lost is not None:
-                link = self._links[name] = await self._connect(name, peer)
+                link = self._links[name, rank] = await self._connect(name, replace(peer, port=peer.port + rank))
                 task = asyncio.create_task(link.run())
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)

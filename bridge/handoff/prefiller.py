@@ -136,9 +136,6 @@ class Prefiller:
         first = made.map.chunk(0)
         if chunk_share(manifest, first, cache).nbytes != first.nbytes:
             raise PagesDoNotFit("the cache lacks layers or kv heads that the manifest names")
-        for group in manifest.groups:
-            for pages in cache.layers.values():
-                table.locate(group.first_token, group.end_token, pages.sides[0].num_pages)
         earlier = self._leases.get(number)
         if earlier is not None:
             self._finish(earlier, StaleGeneration(f"request {manifest.request_id!r} was offered anew"))
@@ -176,10 +173,11 @@ class Prefiller:
                 )
             lease.reserved[index] = extent
 
-    def advance(self, lease: Lease, computed_tokens: int) -> None:
+    def advance(self, lease: Lease, computed_tokens: int, table: BlockTable | None = None) -> None:
         """See Offer.advance."""
         total = lease.map.manifest.end_token
         with self._lock:
+            lease.table = table or lease.table
             lease.deadline = time.monotonic() + self.bounds.lease
         while lease.next_chunk < lease.map.chunk_count:
             chunk = lease.map.chunk(lease.next_chunk)
@@ -435,16 +433,17 @@ class Offer:
         self.manifest = manifest
         self.ticket = Ticket(prefiller.identity.name, manifest.request_id, manifest.lease, manifest.generation)
 
-    def advance(self, computed_tokens: int) -> None:
+    def advance(self, computed_tokens: int, table: BlockTable | None = None) -> None:
         """Packs every chunk whose tokens are all below `computed_tokens`, and returns when their pages are no longer needed.
 
-        In stream mode this waits for the decoder to take earlier chunks. Raises what ended the lease, if something did.
+        table: the block table as it is now, where it has grown or changed since the offer. In stream mode this waits for the decoder to
+        take earlier chunks. Raises what ended the lease, if something did, and PagesDoNotFit where the table is too short.
         """
-        self._prefiller.advance(self._lease, computed_tokens)
+        self._prefiller.advance(self._lease, computed_tokens, table)
 
-    async def advance_async(self, computed_tokens: int) -> None:
+    async def advance_async(self, computed_tokens: int, table: BlockTable | None = None) -> None:
         """`advance` for engines that run on an event loop."""
-        await asyncio.to_thread(self.advance, computed_tokens)
+        await asyncio.to_thread(self.advance, computed_tokens, table)
 
     def cancel(self, reason: str = "the prefiller's engine gave the request up") -> None:
         """Revokes the lease; nothing happens if it has ended."""
