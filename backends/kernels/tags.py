@@ -1,0 +1,55 @@
+"""The words' part of a block's tag: sum of key * word modulo 2**64, over any tiling of the block, since it is linear in the words.
+
+Keys lie on the device as int64 [2 + n]: nothing, k[0], k[1] ... k[n]; so the key of word 0 is on a multiple of 16 bytes.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tag_products(words, key):
+    """int32 words and their int64 keys, of the same shape -> their products, int64."""
+    return words.to(tl.uint32, bitcast=True).to(tl.int64) * key
+
+
+@triton.jit
+def sum_blocks(products, TB: tl.constexpr, W: tl.constexpr):
+    """int64 [16 * TB, W] -> int64 [TB]. Planes of equal width are added before this, because a sum over threads is dear."""
+    return tl.sum(tl.reshape(products, [TB, 16 * W]), axis=1)
+
+
+@triton.jit
+def sum_rows(products, TB: tl.constexpr):
+    """int64 [16 * TB], one a token -> int64 [TB]."""
+    return tl.sum(tl.reshape(products, [TB, 16]), axis=1)
+
+
+@triton.jit
+def norm_products(half, r, keys, plane: tl.constexpr):
+    """The tag's share of the K scalars: int16 [T], two of which share a word -> int64 [T]."""
+    return ((half.to(tl.int64) & 0xFFFF) << (16 * (r % 2))) * tl.load(keys + 2 + plane + r // 2)
+
+
+@triton.jit
+def tag_base(keys, masks, ordinal, first, end, exists):
+    """What a tag has beside its words: the block's mask and its valid range. int64 [TB]."""
+    return tl.load(masks + ordinal, mask=exists, other=0) + tl.load(keys + 1) * (first | (end << 8)).to(tl.int64)
+
+
+@triton.jit
+def report_tags(payload, tag_word, stored, exists, nb, tag, ordinal, result, block, TB: tl.constexpr):
+    """Compares tags [TB] of blocks `block` to `block + TB` of a run with those `stored` in its tag plane, at word `tag_word`.
+
+    result: int64 [3]: counts wrong tags, keeps the least ordinal of one, counts runs whose padding is not zero.
+    """
+    wrong = exists & (stored != tag)
+    count = tl.sum(wrong.to(tl.int32), 0)
+    if count > 0:
+        tl.atomic_add(result, count.to(tl.int64))
+        tl.atomic_min(result + 1, tl.min(tl.where(wrong, ordinal, 0x7FFFFFFFFFFFFFFF), 0))
+    if (nb % 2 == 1) & (block + TB >= nb):  # noqa: SIM102 (the load must not happen otherwise)
+        if tl.load(payload.to(tl.pointer_type(tl.int64)) + tag_word // 2 + nb) != 0:
+            tl.atomic_add(result + 2, tl.full([], 1, tl.int64))

@@ -1,0 +1,84 @@
+"""vLLM slots: byte equal to the golden slots' layout, both ways, with tags."""
+
+import numpy as np
+import pytest
+import torch
+
+from backends.kernels import plan
+from backends.kernels.slots import land_slots, pack_slots
+from bridge.pages import PagesDoNotFit
+from bridge.wire import Element
+from tests.kernels.cases import DEVICE, EXACT, SINGLE, TURBOQUANT, Case, make_case
+
+
+def slot_rows(case: Case, payload: np.ndarray) -> dict[tuple[int, int, int], np.ndarray]:
+    """(layer, head, token) -> the slot's bytes, from the planes of a payload: K codes, K scalars, V codes, V scalars."""
+    planes = case.codec.planes(case.head_dim)
+    found = {}
+    for row in case.spans():
+        for span in row:
+            for head in range(span.heads):
+                for block in range(span.blocks):
+                    at = span.offset + head * span.run_bytes + block * span.block_bytes
+                    for r in range(*span.valid_range(block)):
+                        parts = [payload[at + p.offset + r * p.row_bytes :][: p.row_bytes] for p in planes]
+                        slot = np.concatenate([parts[0], parts[2], parts[1], parts[3]])
+                        found[span.layer, head, (span.first_block + block) * 16 + r] = slot
+    return found
+
+
+def slot_pages(case: Case, rows: dict, fill: int) -> list[torch.Tensor]:
+    shape = (case.num_pages, case.block_size, case.heads, case.codec.slot_bytes(case.head_dim))
+    pages = [np.full(shape, fill, np.uint8) for _ in case.layers]
+    for (layer, head, token), slot in rows.items():
+        pages[layer][case.table[token // case.block_size], token % case.block_size, head] = slot
+    return [torch.from_numpy(page).to(DEVICE) for page in pages]
+
+
+CASES = [(64, 0, 16, 64, 16), (128, 5, 43, 32, 32), (256, 19, 34, 64, 16)]
+
+
+@pytest.mark.parametrize("codec", TURBOQUANT)
+@pytest.mark.parametrize(("head_dim", "first", "end", "chunk_tokens", "block_size"), CASES)
+def test_both_ways(codec: str, head_dim: int, first: int, end: int, chunk_tokens: int, block_size: int) -> None:
+    case = make_case(codec, head_dim, Element.BF16, first=first, end=end, chunk_tokens=chunk_tokens, block_size=block_size)
+    payload = case.reference_payload()
+    rows = slot_rows(case, payload)
+    arguments = (case.device_table(), case.span, case.codec, case.heads, case.runs())
+
+    filled = slot_pages(case, rows, 0xEE)
+    out = torch.full((case.nbytes,), 0xCD, dtype=torch.uint8, device=DEVICE)
+    pack_slots(plan.slots_of(filled, case.codec, head_dim), *arguments, out, case.keys(), case.masks(), EXACT)
+    assert np.array_equal(out.cpu().numpy(), payload)
+
+    blank = slot_pages(case, {}, 0xCD)
+    result = plan.new_result(DEVICE)
+    write = (first + 3, end - 2)
+    land_slots(
+        plan.slots_of(blank, case.codec, head_dim), *arguments, torch.from_numpy(payload).to(DEVICE), case.keys(), case.masks(), result,
+        SINGLE, write_first=write[0], write_end=write[1],
+    )  # fmt: skip
+    wanted = slot_pages(case, {k: v for k, v in rows.items() if write[0] <= k[2] < write[1]}, 0xCD)
+    assert all(torch.equal(a, b) for a, b in zip(blank, wanted, strict=True))
+    assert result.tolist() == [0, plan.NO_ORDINAL, 0]
+
+
+def test_wrong_tag_is_reported() -> None:
+    case = make_case("turboquant_3bit_nc", 64, Element.BF16, end=64)
+    payload = case.reference_payload()
+    span = case.spans()[0][1]
+    payload[span.offset + 2 * span.block_bytes + 1] ^= 1
+    result = plan.new_result(DEVICE)
+    land_slots(
+        plan.slots_of(slot_pages(case, {}, 0), case.codec, 64), case.device_table(), case.span, case.codec, case.heads, case.runs(),
+        torch.from_numpy(payload).to(DEVICE), case.keys(), case.masks(), result, EXACT,
+    )  # fmt: skip
+    assert result.tolist() == [1, span.first_ordinal + 2, 0]
+
+
+def test_other_presets_are_refused() -> None:
+    case, other = (make_case(name, 64, Element.BF16) for name in ("turboquant_4bit_nc", "turboquant_3bit_nc"))
+    slots = plan.slots_of(slot_pages(other, {}, 0), other.codec, 64)
+    payload = torch.zeros(case.nbytes, dtype=torch.uint8, device=DEVICE)
+    with pytest.raises(PagesDoNotFit, match="bytes"):
+        pack_slots(slots, case.device_table(), case.span, case.codec, case.heads, case.runs(), payload, case.keys(), case.masks(), EXACT)
