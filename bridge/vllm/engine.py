@@ -1,0 +1,167 @@
+"""What this connector needs of vLLM, checked at start-up; and an engine's KV tensors as page descriptions."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+from bridge.geometry import GeometryError, ModelGeometry, model_digest
+from bridge.pages import LayerPages, PagedCache
+from bridge.vllm.errors import UnsupportedEngine
+from bridge.wire import Element
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+NEEDED_HOOKS = {
+    "register_kv_caches": ("kv_caches",),
+    "start_load_kv": ("forward_context",),
+    "wait_for_save": (),
+    "get_transfer_results": ("finished_req_ids",),
+    "get_num_new_matched_tokens": ("request", "num_computed_tokens"),
+    "update_state_after_alloc": ("request", "blocks", "num_external_tokens"),
+    "build_connector_meta": ("scheduler_output",),
+    "request_finished": ("request", "block_ids"),
+    "bind_kv_cache_manager": ("kv_cache_manager",),
+    "on_new_request": ("request",),
+    "has_pending_push_work": (),
+}
+"""vLLM's hooks that this connector relies on, with the parameters that it takes from them."""
+
+_SUPPORTED = "vLLM 0.32 is supported"
+
+
+def check_api(base: type = KVConnectorBase_V1) -> None:
+    """Raises UnsupportedEngine, naming the first difference, where this vLLM's connector interface is not the one relied on."""
+    for name, parameters in NEEDED_HOOKS.items():
+        hook = getattr(base, name, None)
+        if hook is None:
+            raise UnsupportedEngine(f"this vLLM's KVConnectorBase_V1 has no {name}", remedy=_SUPPORTED)
+        found = inspect.signature(hook).parameters
+        missing = [parameter for parameter in parameters if parameter not in found]
+        if missing:
+            raise UnsupportedEngine(f"this vLLM's {name} has no parameter {missing[0]}", remedy=_SUPPORTED)
+
+
+def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Raises UnsupportedEngine for the first setting that this connector does not carry."""
+    parallel = vllm_config.parallel_config
+    for name, size in (
+        ("pipeline parallelism", parallel.pipeline_parallel_size),
+        ("decode context parallelism (DCP)", parallel.decode_context_parallel_size),
+        ("prefill context parallelism (PCP)", getattr(parallel, "prefill_context_parallel_size", 1)),
+    ):
+        if size != 1:
+            raise UnsupportedEngine(f"{name} of {size} is not supported", remedy="set it to 1")
+    if len(kv_cache_config.kv_cache_groups) != 1:
+        raise UnsupportedEngine(
+            f"this model has {len(kv_cache_config.kv_cache_groups)} KV cache groups (sliding windows, states), one is supported",
+            remedy="use vLLM's own connector for this model",
+        )
+    if vllm_config.speculative_config is not None:
+        raise UnsupportedEngine("speculative decoding keeps draft layers, which are not carried", remedy="switch it off")
+
+
+def geometry_and_digest(vllm_config: VllmConfig) -> tuple[ModelGeometry, bytes]:
+    """The model's geometry and digest. The checkpoint's own config.json is preferred, so that both sides read the same fields.
+
+    Raises UnsupportedEngine for models that the geometry refuses.
+    """
+    model = vllm_config.model_config
+    folder = Path(model.model)
+    file = folder / "config.json"
+    config: Any = json.loads(file.read_text()) if file.is_file() else model.hf_config.to_dict()
+    weights = sorted([*folder.glob("*.safetensors"), *folder.glob("*.gguf")]) if folder.is_dir() else []
+    try:
+        return ModelGeometry.from_config(config), model_digest(config, weights or None)
+    except GeometryError as error:
+        raise UnsupportedEngine(error.detail, remedy=error.advice) from None
+
+
+def head_range(total: int, tp_size: int, rank: int) -> tuple[int, int]:
+    """(first kv head, count) of a TP rank: split evenly, or replicated where there are fewer heads than ranks.
+
+    Raises UnsupportedEngine where neither divides the other, as vLLM itself does.
+    """
+    if total % tp_size == 0:
+        count = total // tp_size
+        return rank * count, count
+    if tp_size % total == 0:
+        return rank // (tp_size // total), 1
+    raise UnsupportedEngine(f"{total} kv heads on {tp_size} TP ranks", remedy="choose a TP size that divides them, or is divided by them")
+
+
+def holds_first_replica(total: int, tp_size: int, rank: int) -> bool:
+    """Whether this rank is the one that serves its heads, where several ranks keep the same."""
+    return total >= tp_size or rank % (tp_size // total) == 0
+
+
+def page_element(tensor: torch.Tensor, cache_dtype: str) -> Element:
+    """What the pages hold. Raises UnsupportedEngine."""
+    known = {torch.bfloat16: Element.BF16, torch.float16: Element.FP16, torch.float32: Element.FP32}
+    if tensor.dtype in known:
+        return known[tensor.dtype]
+    if tensor.dtype in (torch.uint8, torch.float8_e4m3fn) and cache_dtype in ("fp8", "fp8_e4m3"):
+        return Element.E4M3FN
+    raise UnsupportedEngine(f"a cache of type {cache_dtype} is not supported", remedy="use auto, bfloat16, float16, float32 or fp8_e4m3")
+
+
+def describe(tensor: torch.Tensor, element: Element, scales: tuple[float, float], on_cpu: str | None) -> LayerPages:
+    """One layer's KV tensor [blocks, heads, block_size, 2 * head_dim], as pages.
+
+    on_cpu: the instruction set whose physical order vLLM's CPU attention uses inside a block, None on accelerators, where K and V of a
+    token stand side by side. Source: vLLM 0.32, csrc/cpu/cpu_attn_*.hpp; both orders were read back from the kernels themselves.
+    Raises UnsupportedEngine.
+    """
+    if element is Element.E4M3FN:
+        tensor = tensor.view(torch.float8_e4m3fn)
+    blocks, heads, block_size, twice = tensor.shape
+    dim = twice // 2
+    if on_cpu is None:
+        return LayerPages.hnd(tensor[..., :dim], tensor[..., dim:], *scales)
+    step_block, step_head = tensor.stride()[:2]
+    if tensor.stride()[2:] != (twice, 1):
+        raise UnsupportedEngine("this CPU cache is not contiguous inside a head", remedy=_SUPPORTED)
+    base, half = tensor.storage_offset(), block_size * dim
+    if on_cpu in ("vec", "vec16"):
+        shape = (blocks, block_size, heads, dim)
+        key = tensor.as_strided(shape, (step_block, 1, step_head, block_size), base)
+        value = tensor.as_strided(shape, (step_block, dim, step_head, 1), base + half)
+    elif on_cpu == "amx":
+        key = tensor.as_strided((blocks, block_size // 16, 16, heads, dim // 2, 2), (step_block, 16 * dim, 2, step_head, 32, 1), base)
+        value = tensor.as_strided(
+            (blocks, block_size // 2, 2, heads, dim // 16, 16), (step_block, 32, 1, step_head, 16 * block_size, 2), base + half
+        )
+    else:
+        raise UnsupportedEngine(f"vLLM's CPU attention for {on_cpu} orders blocks in a way that is not known here", remedy=_SUPPORTED)
+    return LayerPages(key, value, *scales)
+
+
+def describe_all(kv_caches: dict[str, torch.Tensor], vllm_config: VllmConfig, first_head: int) -> PagedCache:
+    """Every layer of an engine's cache. Raises UnsupportedEngine."""
+    from vllm.model_executor.models.utils import extract_layer_index
+    from vllm.platforms import current_platform
+
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    contexts = vllm_config.compilation_config.static_forward_context
+    layers = {}
+    for name, tensor in kv_caches.items():
+        if tensor.dim() != 4:
+            raise UnsupportedEngine(f"layer {name} keeps KV of {tensor.dim()} dimensions", remedy=_SUPPORTED)
+        on_cpu = None
+        if current_platform.is_cpu():
+            from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+            on_cpu = _get_attn_isa(vllm_config.model_config.dtype, tensor.shape[2], tensor.shape[3] // 2, cache_dtype)
+        context = contexts.get(name)
+        scales = (float(getattr(context, "_k_scale_float", 1.0)), float(getattr(context, "_v_scale_float", 1.0)))
+        element = page_element(tensor, cache_dtype)
+        index = extract_layer_index(name)
+        layers[index] = describe(tensor, element, scales if element is Element.E4M3FN else (1.0, 1.0), on_cpu)
+    return PagedCache(layers, first_head)

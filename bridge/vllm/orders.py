@@ -1,0 +1,48 @@
+"""What the connector's scheduler side tells its worker side at each step: plain dataclasses, carried by vLLM itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+from bridge.vllm.params import DecodeOrder
+from bridge.wire import ContentKind
+
+Content = tuple[tuple[ContentKind, bytes], ...]
+
+
+@dataclass(frozen=True)
+class Save:
+    """Pack what is new of a request. block_ids: the engine's blocks so far. computed, total: prompt tokens. codec: "" for the engine's."""
+
+    request_id: str
+    lease: tuple[int, int]
+    block_ids: tuple[int, ...]
+    computed: int
+    total: int
+    content: Content
+    codec: str
+
+
+@dataclass(frozen=True)
+class Load:
+    """Fetch tokens [first_token, end_token) of a request into its blocks. error: why that cannot be, where the parameters are bad."""
+
+    request_id: str
+    order: DecodeOrder | None
+    error: str
+    block_ids: tuple[int, ...]
+    first_token: int
+    end_token: int
+    content: Content
+
+
+@dataclass
+class StepOrders(KVConnectorMetadata):
+    """One step's orders. cancelled: prefills that ended otherwise than by finishing. declined: payloads that nobody will fetch."""
+
+    saves: list[Save] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    declined: list[DecodeOrder] = field(default_factory=list)
