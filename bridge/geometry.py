@@ -1,6 +1,6 @@
-"""A model's KV from its Hugging Face config: layers, kv heads, head dimension; what identifies the model; and the manifest of a request.
+"""A model's KV from its Hugging Face config: its groups of layers, kv heads, head dimension; what identifies it; a request's manifest.
 
-Whatever would be read wrongly (latent attention, windows, states, shared or unequal layers) is refused by name, never guessed.
+Whatever would be read wrongly is refused by name, never guessed.
 """
 
 from __future__ import annotations
@@ -15,8 +15,39 @@ from pathlib import Path
 from typing import Any
 
 from bridge.codecs import declared
-from bridge.errors import KVBridgeError
-from bridge.wire import ContentKind, Element, Group, Layer, Manifest, Shard, SlotCodec, token_digest
+from bridge.codecs.errors import NotCarried
+from bridge.config_fields import (
+    BadConfig,
+    BadWeights,
+    GeometryError,
+    UnsupportedModel,
+    as_mapping,
+    bounded,
+    flag,
+    number,
+    optional,
+    refuse,
+    show,
+    text,
+    text_part,
+)
+from bridge.layer_groups import LayerGroup, OpaqueBytes, latent_dim, layer_groups, layer_kinds
+from bridge.sharding import DraftLayer
+from bridge.wire import (
+    BLOCK_TOKENS,
+    Coding,
+    CodingKind,
+    ContentKind,
+    Element,
+    Group,
+    GroupKind,
+    Layer,
+    Manifest,
+    Shard,
+    SlotCodec,
+    token_digest,
+)
+from bridge.wire.coding import opaque as opaque_coding
 from bridge.wire.manifest import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_TOKENS
 
 MAX_HIDDEN = 1 << 20
@@ -29,38 +60,21 @@ SLICE_BYTES = 4096
 SLICES = 64
 
 
-class GeometryError(KVBridgeError):
-    """A model's KV cannot be described."""
+class SharedLayer(GeometryError):
+    """A layer that keeps no KV of its own among those to be carried."""
 
-    clause = "geometry"
-
-
-class BadConfig(GeometryError):
-    """A config that is no config: numbers that are missing, impossible or contradict each other."""
-
-    clause = "bad_config"
-    remedy = "pass the config.json that belongs to the weights, unchanged"
-
-
-class UnsupportedModel(GeometryError):
-    """A model whose KV this version cannot carry without giving wrong tokens."""
-
-    clause = "unsupported_model"
-    remedy = "this model cannot be handed off yet; let the decoder prefill it itself"
-
-
-class BadWeights(GeometryError):
-    """Weight files that cannot be read, or of which it is unclear which are meant."""
-
-    clause = "bad_weights"
+    clause = "shared_layer"
+    remedy = "leave it out: its owner's KV is carried once, and serves both"
 
 
 @dataclass(frozen=True)
 class ModelGeometry:
-    """What of a model decides the shape of its KV. All layers are alike, K and V too.
+    """What of a model decides the shape of its KV.
 
-    layers: attention layers. kv_heads, query_heads: heads of a layer. head_dim: elements of one K or V vector.
+    layers: all of the model's. kv_heads, head_dim: of an attention layer (a latent: 1 and its length). query_heads: of a layer.
     element: what the weights are stored as, hence what an engine keeps its pages in unless told otherwise.
+    groups: the layers that keep KV, by kind; one group of full attention unless told otherwise. states: the size of each state.
+    shared: (layer, owner) of layers that read another's KV; they are carried by their owner, once.
     """
 
     layers: int
@@ -68,32 +82,49 @@ class ModelGeometry:
     head_dim: int
     query_heads: int
     element: Element = Element.BF16
+    groups: tuple[LayerGroup, ...] = ()
+    states: tuple[tuple[int, OpaqueBytes], ...] = ()
+    shared: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            whole = LayerGroup(GroupKind.FULL_ATTENTION, tuple(range(self.layers)), self.kv_heads, self.head_dim)
+            object.__setattr__(self, "groups", (whole,))
 
     @property
     def token_elements(self) -> int:
-        """Elements of K and V of one token, all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim
+        """Elements of K and V of one token, all layers that keep it (a window's only while it is within the window)."""
+        sides = {GroupKind.LATENT: 1, GroupKind.STATE: 0}
+        return sum(sides.get(group.kind, 2) * len(group.layers) * group.kv_heads * group.head_dim for group in self.groups)
 
     @classmethod
-    def from_config(cls, config: Any) -> ModelGeometry:
+    def from_config(cls, config: Any, states: Mapping[int, OpaqueBytes] | None = None) -> ModelGeometry:
         """From a mapping, or an object with `to_dict()` (a transformers config).
 
         The model types that leave out `num_key_value_heads` or `head_dim` because their default says it are known by name; for every
         other type the config must say it. A type that this module does not know is taken for a plain decoder when nothing in its config
-        speaks against it. Without a dtype the element is BF16. Raises BadConfig and UnsupportedModel.
+        speaks against it. Without a dtype the element is BF16.
+        states: for hybrid models, the size of each recurrent layer's state, which no config says. Raises BadConfig and UnsupportedModel.
         """
-        outer, inner = _text_part(_as_mapping(config))
-        model_type = _text(inner, "model_type") or _text(outer, "model_type")
+        outer, inner = text_part(as_mapping(config))
+        model_type = text(inner, "model_type") or text(outer, "model_type")
         for part in (outer, inner):
-            _refuse_unsupported(part, model_type)
-        layers = _number(inner, "the number of layers", MAX_LAYERS, _LAYERS)
-        query_heads = _number(inner, "the number of attention heads", 4 * MAX_HEADS, _QUERY_HEADS)
-        kv_heads = _kv_heads(inner, model_type, query_heads)
+            _refuse_unsupported(part, model_type, hybrid=bool(states))
+        layers = number(inner, "the number of layers", MAX_LAYERS, _LAYERS)
+        query_heads = number(inner, "the number of attention heads", 4 * MAX_HEADS, _QUERY_HEADS)
+        latent = latent_dim(inner)
+        if latent is not None:
+            kv_heads, head_dim = 1, latent
+        else:
+            kv_heads = _kv_heads(inner, model_type, query_heads)
+            head_dim = _head_dim(inner, model_type, query_heads)
         if query_heads % kv_heads:
             raise BadConfig(f"{query_heads} attention heads cannot share {kv_heads} kv heads evenly")
-        head_dim = _head_dim(inner, model_type, query_heads)
-        _refuse_windows(inner, layers)
-        return cls(layers, kv_heads, head_dim, query_heads, _element(inner, outer))
+        if states and layer_kinds(inner, layers) is None:
+            refuse("recurrent or state-space layers that it does not list", "states were given, and there are no layer_types")
+        groups, shared = layer_groups(inner, layers, kv_heads, head_dim, states or {})
+        sizes = tuple(sorted((states or {}).items()))
+        return cls(layers, kv_heads, head_dim, query_heads, _element(inner, outer), groups, sizes, shared)
 
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -101,7 +132,6 @@ _QUERY_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads")
 _HIDDEN = ("hidden_size", "n_embd", "n_embed", "d_model")
 _HEAD_DIMS = ("head_dim", "kv_channels", "attention_head_dim")
-_CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 _FALCON = ("falcon", "RefinedWeb", "RefinedWebModel")
 _ONE_HEAD_EACH = (
@@ -115,13 +145,13 @@ _OWN_HEAD_DIM = (
 )  # fmt: skip
 """Types whose silence about the head dimension does not mean hidden size / heads."""
 
+_RECURRENT = "recurrent or state-space layers"
 _FEATURES = {
-    "multi-head latent attention (MLA)": ("kv_lora_rank",),
     "sparse attention with index keys": ("index_head_dim", "index_topk"),
     "cross attention": ("cross_attention_layers", "cross_attention_layers_list", "cross_attn_every_n_layers"),
     "chunked attention": ("attention_chunk_size",),
     "local attention": ("attention_types", "attention_window_size", "interleaved_sliding_window", "sliding_window_pattern"),
-    "recurrent or state-space layers": (
+    _RECURRENT: (
         "hybrid_override_pattern", "layers_block_type", "block_types", "attn_layer_period", "attn_layer_indices", "attn_type_list",
         "mamba_d_state", "mamba_d_conv", "mamba_num_heads", "mamba_expand", "ssm_cfg", "ssm_state_size", "state_size", "d_conv",
         "lru_width", "conv_L_cache", "full_attn_idxs", "full_attention_interval", "linear_attn_config", "linear_num_key_heads",
@@ -131,7 +161,7 @@ _FEATURES = {
         "per_layer_config", "block_configs", "num_key_value_heads_per_layer", "global_head_dim",
         "num_global_key_value_heads", "swa_head_dim", "swa_num_key_value_heads", "head_dim_per_layer",
     ),
-    "layers that share one KV": ("num_kv_shared_layers", "use_cla", "cla_share_factor"),
+    "layers that share one KV": ("use_cla", "cla_share_factor"),
 }  # fmt: skip
 """Fields that, set to anything but null, false, zero or empty, say that the model has what is named."""
 
@@ -140,127 +170,60 @@ _STATE_TYPES = (
     "recurrent_gemma", "granitemoehybrid", "lfm2", "lfm2_moe", "falcon_h1", "plamo2", "minimax", "qwen3_next", "kimi_linear", "xlstm",
     "retnet", "bailing_hybrid",
 )  # fmt: skip
-_MIXED_TYPES = ("gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gpt_oss", "cohere2", "llama4_text")
-"""Types that alternate between windows or chunks and full attention even where the config is silent."""
 
-
-def _as_mapping(config: Any) -> Mapping[str, Any]:
-    plain = config.to_dict() if hasattr(config, "to_dict") else config
-    if not isinstance(plain, Mapping):
-        raise BadConfig(f"a config is a mapping or has to_dict(), not a {type(config).__name__}")
-    return plain
-
-
-def _text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """(the outermost part, the part that describes the language model): multimodal models nest it, at most three deep."""
-    inner = config
-    for _ in range(3):
-        for key in ("text_config", "llm_config", "language_config", "thinker_config"):
-            if isinstance(inner.get(key), Mapping):
-                inner = inner[key]
-                break
-        else:
-            break
-    return config, inner
-
-
-def _show(value: Any) -> str:
-    """A value for a message, however large it is."""
-    if isinstance(value, int):
-        return str(value) if value.bit_length() <= 64 else f"an integer of {value.bit_length()} bits"
-    if isinstance(value, str):
-        return repr(value if len(value) <= 40 else value[:40] + "…")
-    return repr(value) if isinstance(value, float) else f"a {type(value).__name__}"
-
-
-def _text(config: Mapping[str, Any], key: str) -> str:
-    value = config.get(key)
-    return value if isinstance(value, str) and len(value) <= 100 else ""
-
-
-def _bounded(value: Any, what: str, key: str, limit: int) -> int:
-    if isinstance(value, list | tuple | Mapping):
-        raise UnsupportedModel(f"{key} differs between layers, which is not supported")
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise BadConfig(f"{key} is {_show(value)}, which is no integer")
-    if not 1 <= value <= limit:
-        raise BadConfig(f"{key} is {_show(value)}; {what} must lie within 1 to {limit}")
-    return value
-
-
-def _number(config: Mapping[str, Any], what: str, limit: int, keys: Sequence[str]) -> int:
-    """The one number that the given spellings agree on. Raises BadConfig where there is none, or more than one."""
-    found = _optional(config, what, limit, keys)
-    if found is None:
-        raise BadConfig(f"the config does not say {what} ({', '.join(keys)})")
-    return found
-
-
-def _optional(config: Mapping[str, Any], what: str, limit: int, keys: Sequence[str]) -> int | None:
-    found = {key: _bounded(config[key], what, key, limit) for key in keys if config.get(key) is not None}
-    if len(set(found.values())) > 1:
-        raise BadConfig("the config contradicts itself: " + ", ".join(f"{key} is {value}" for key, value in found.items()))
-    return next(iter(found.values()), None)
-
-
-def _flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
-    value = config.get(key)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise BadConfig(f"{key} is {_show(value)}, neither true nor false")
-    return value
+_BOTH_IN_ONE_LAYER = ("falcon_h1", "zamba", "zamba2")
+"""A layer of these has two caches, which one entry of a manifest cannot describe."""
 
 
 def _kv_heads(config: Mapping[str, Any], model_type: str, query_heads: int) -> int:
     what = "the number of kv heads"
     if model_type in _FALCON or "new_decoder_architecture" in config:
         # Falcon's old architecture ignores num_kv_heads when multi_query is set (modeling_falcon.py, FalconAttention).
-        if _flag(config, "multi_query", True) and not _flag(config, "new_decoder_architecture", False):
+        if flag(config, "multi_query", True) and not flag(config, "new_decoder_architecture", False):
             return 1
-        return _optional(config, what, MAX_HEADS, _KV_HEADS) or _within(query_heads)
+        return optional(config, what, MAX_HEADS, _KV_HEADS) or _within(query_heads)
     if model_type == "gpt_bigcode" or "multi_query" in config:
-        implied = 1 if _flag(config, "multi_query", True) else _within(query_heads)
-        if _optional(config, what, MAX_HEADS, _KV_HEADS) not in (None, implied):
+        implied = 1 if flag(config, "multi_query", True) else _within(query_heads)
+        if optional(config, what, MAX_HEADS, _KV_HEADS) not in (None, implied):
             raise BadConfig("multi_query and the number of kv heads contradict each other")
         return implied
     if "multi_query_attention" in config:  # ChatGLM
-        shared = _flag(config, "multi_query_attention", False)
-        return _number(config, what, MAX_HEADS, ("multi_query_group_num",)) if shared else _within(query_heads)
+        shared = flag(config, "multi_query_attention", False)
+        return number(config, what, MAX_HEADS, ("multi_query_group_num",)) if shared else _within(query_heads)
     attention = config.get("attn_config")
     if isinstance(attention, Mapping):  # MPT, DBRX
         if attention.get("attn_type") == "multiquery_attention":
             return 1
-        found = _optional(attention, what, MAX_HEADS, ("kv_n_heads",))
+        found = optional(attention, what, MAX_HEADS, ("kv_n_heads",))
         if found is not None:
             return found
         if attention.get("attn_type") == "grouped_query_attention":
             raise BadConfig("attn_config asks for grouped queries and does not say kv_n_heads")
-    found = _optional(config, what, MAX_HEADS, _KV_HEADS)
+    found = optional(config, what, MAX_HEADS, _KV_HEADS)
     if found is not None:
         return found
     if model_type in _ONE_HEAD_EACH:
         return _within(query_heads)
     raise BadConfig(
-        f"the config of type {_show(model_type)} leaves out num_key_value_heads, which is not known to mean one for each attention head",
+        f"the config of type {show(model_type)} leaves out num_key_value_heads, which is not known to mean one for each attention head",
         remedy="add num_key_value_heads to it",
     )
 
 
 def _within(query_heads: int) -> int:
-    return _bounded(query_heads, "the number of kv heads", "the number of attention heads", MAX_HEADS)
+    return bounded(query_heads, "the number of kv heads", "the number of attention heads", MAX_HEADS)
 
 
 def _head_dim(config: Mapping[str, Any], model_type: str, query_heads: int) -> int:
-    found = _optional(config, "the head dimension", MAX_HEAD_DIM, _HEAD_DIMS)
+    found = optional(config, "the head dimension", MAX_HEAD_DIM, _HEAD_DIMS)
     if found is None:
         if model_type in _OWN_HEAD_DIM:
-            raise BadConfig(f"the config of type {_show(model_type)} leaves out head_dim", remedy="add head_dim to it")
-        hidden = _number(config, "the hidden size", MAX_HIDDEN, _HIDDEN)
+            raise BadConfig(f"the config of type {show(model_type)} leaves out head_dim", remedy="add head_dim to it")
+        hidden = number(config, "the hidden size", MAX_HIDDEN, _HIDDEN)
         if hidden % query_heads:
             raise BadConfig(f"the hidden size {hidden} is no multiple of {query_heads} attention heads, and there is no head_dim")
-        found = _bounded(hidden // query_heads, "the head dimension", "hidden size / attention heads", MAX_HEAD_DIM)
-    value_dim = _optional(config, "the value's head dimension", MAX_HEAD_DIM, ("v_head_dim",))
+        found = bounded(hidden // query_heads, "the head dimension", "hidden size / attention heads", MAX_HEAD_DIM)
+    value_dim = optional(config, "the value's head dimension", MAX_HEAD_DIM, ("v_head_dim",))
     if value_dim not in (None, found):
         raise UnsupportedModel(f"keys of {found} and values of {value_dim} elements: unequal head dimensions are not supported")
     if found % 16:
@@ -277,58 +240,27 @@ def _element(*parts: Mapping[str, Any]) -> Element:
                 continue
             name = str(value)[:40].removeprefix("torch.")
             if name not in names:
-                raise BadConfig(f"{key} is {_show(name)}, and pages are bfloat16, float16 or float32", remedy="pass the pages' own type")
+                raise BadConfig(f"{key} is {show(name)}, and pages are bfloat16, float16 or float32", remedy="pass the pages' own type")
             return names[name]
     return Element.BF16
 
 
-def _refuse(feature: str, because: str) -> None:
-    raise UnsupportedModel(f"the model has {feature} ({because}), which is not supported")
-
-
-def _refuse_unsupported(config: Mapping[str, Any], model_type: str) -> None:
+def _refuse_unsupported(config: Mapping[str, Any], model_type: str, hybrid: bool) -> None:
+    """hybrid: the recurrent layers' states are given, so that layers listed as such are carried."""
     if config.get("is_encoder_decoder") or isinstance(config.get("decoder"), Mapping):
-        _refuse("an encoder and a decoder, so cross attention", "is_encoder_decoder")
+        refuse("an encoder and a decoder, so cross attention", "is_encoder_decoder")
     if config.get("add_cross_attention"):
-        _refuse("cross attention", "add_cross_attention")
+        refuse("cross attention", "add_cross_attention")
     for feature, keys in _FEATURES.items():
         for key in keys:
-            if config.get(key):
-                _refuse(feature, key)
-    if model_type in _STATE_TYPES:
-        _refuse("recurrent or state-space layers", f"model type {model_type}")
-
-
-def _refuse_windows(config: Mapping[str, Any], layers: int) -> None:
-    """Full attention in all layers, or a window that never cuts: one no shorter than the longest context."""
-    model_type = _text(config, "model_type")
-    attention = config.get("attn_config") if isinstance(config.get("attn_config"), Mapping) else {}
-    longest = _optional(config, "the longest context", 1 << 40, _CONTEXTS)
-    windows = {"sliding_window": config.get("sliding_window"), "sliding_window_size": (attention or {}).get("sliding_window_size")}
-    cuts = False
-    for key, window in windows.items():
-        if window in (None, 0, -1):
-            continue
-        size = _bounded(window, "a window", key, 1 << 40)
-        cuts = cuts or longest is None or size < longest
-    used = _flag(config, "use_sliding_window", True)
-    untouched = config.get("max_window_layers")
-    if "use_sliding_window" in config and isinstance(untouched, int):
-        used = used and untouched < layers  # Qwen: only layers from this one on have windows
-    kinds = config.get("layer_types")
-    if kinds is not None:
-        if not isinstance(kinds, list | tuple) or len(kinds) != layers:
-            raise BadConfig(f"layer_types does not list {layers} layers")
-        for kind in kinds:
-            if kind == "full_attention" or (kind == "sliding_attention" and windows["sliding_window"] is not None and not cuts):
-                continue
-            if not isinstance(kind, str):
-                raise BadConfig("layer_types holds something that is no text")
-            _refuse("layers of the type " + _show(kind), "layer_types")
-    elif used and cuts:
-        _refuse("sliding windows", "sliding_window")
-    elif model_type in _MIXED_TYPES:
-        _refuse("sliding windows or chunked attention in some layers", f"model type {model_type}")
+            if config.get(key) and not (hybrid and feature == _RECURRENT):
+                refuse(feature, key)
+    if model_type in _STATE_TYPES and not hybrid:
+        refuse(_RECURRENT, f"model type {model_type}")
+    if hybrid and config.get("hybrid_override_pattern"):
+        refuse("recurrent layers listed in letters", "hybrid_override_pattern")
+    if hybrid and model_type in _BOTH_IN_ONE_LAYER:
+        refuse("layers with both attention and a state", f"model type {model_type}")
 
 
 NO_MEANING = frozenset(
@@ -362,7 +294,7 @@ def _canonical(value: Any, depth: int = 0, count: list[int] | None = None) -> An
         return value
     if isinstance(value, int):
         if value.bit_length() > 64:
-            raise BadConfig(f"the config holds {_show(value)}")
+            raise BadConfig(f"the config holds {show(value)}")
         return value
     if isinstance(value, float):
         if not math.isfinite(value):
@@ -377,7 +309,7 @@ def _canonical(value: Any, depth: int = 0, count: list[int] | None = None) -> An
         return {key: _canonical(item, depth + 1, count) for key, item in _with_rope(kept).items()}
     if isinstance(value, list | tuple):
         return [_canonical(item, depth + 1, count) for item in value]
-    raise BadConfig(f"the config holds {_show(value)}, which is no JSON")
+    raise BadConfig(f"the config holds {show(value)}, which is no JSON")
 
 
 def _with_rope(config: dict[str, Any]) -> dict[str, Any]:
@@ -407,7 +339,7 @@ def model_digest(config: Any, weights: str | Path | Sequence[str | Path] | None 
     Without weights two fine-tunings of one model are equal.
     Raises BadConfig and BadWeights.
     """
-    text = json.dumps(_canonical(_as_mapping(config)), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(_canonical(as_mapping(config)), sort_keys=True, separators=(",", ":"), allow_nan=False)
     digest = hashlib.sha256(b"kvbridge model 1\0" + text.encode("utf-8", "surrogatepass") + b"\0")
     if weights is not None:
         for part in sorted(_file_digest(path) for path in _weight_files(weights)):
@@ -480,30 +412,42 @@ def manifest_for(
     heads: tuple[int, int] | None = None,
     shard: Shard | None = None,
     content: Sequence[tuple[ContentKind, bytes]] = (),
+    window_first: Mapping[int, int] | None = None,
+    opaque: Mapping[int, OpaqueBytes] | None = None,
 ) -> Manifest:
-    """The manifest of one request's KV, or of one rank's part of it: one group, and a codec for each layer.
+    """The manifest of one request's KV, or of one rank's part of it: a group for each of the geometry's, and a codec for each layer.
 
-    codec: the codec's name for all layers that `per_layer` (layer index -> name) does not list. tokens: all token ids from position 0 on;
-    the payload carries [first_token, len(tokens)). model: from `model_digest`. element: the pages' type, the geometry's if left out.
-    layers: the layers carried, ascending, all if left out. heads: (first, count) of the kv heads carried, all if left out.
+    codec: the codec's name for all layers that `per_layer` (layer index -> name) does not list; latents take only raw. tokens: all token
+    ids from position 0 on; the payload carries [first_token, len(tokens)). model: from `model_digest`. element: the pages' type, the
+    geometry's if left out.
+    layers: the layers carried, ascending, all that keep KV if left out. heads: (first, count) of the kv heads carried, all if left out;
+    latents are whole on every TP rank, and a state is its rank's own. shard: the rank that packs.
     scales: layer index -> (key scale, value scale) of its fp8 sides. content: digests beside the tokens' (LoRA and so on).
-    Raises BadConfig, UnknownCodec, NotCarried, and the WireError of a clause that the manifest would break.
+    window_first: number of a sliding-window group -> the first token that the engine still has; otherwise the window's own first.
+    opaque: layer index -> what its rows of full attention or latents are, where no codec knows them; they travel as they are.
+    Raises BadConfig, SharedLayer, DraftLayer, UnknownCodec, NotCarried, and the WireError of a clause that the manifest would break.
     """
-    indices = list(range(geometry.layers)) if layers is None else list(layers)
-    per_layer, scales = per_layer or {}, scales or {}
-    for index in (*indices, *per_layer, *scales):
-        if not 0 <= index < geometry.layers:
-            raise BadConfig(f"there is no layer {index} among {geometry.layers}", remedy="count layers from 0")
+    per_layer, scales, opaque = per_layer or {}, scales or {}, opaque or {}
     if len(tokens) > MAX_TOKENS:
         raise BadConfig(f"{len(tokens)} tokens are over the limit of {MAX_TOKENS}", remedy="send less context")
+    for index in (*per_layer, *scales, *opaque):
+        if not 0 <= index < geometry.layers:
+            raise BadConfig(f"there is no layer {index} among {geometry.layers}", remedy="count layers from 0")
+    element, shard = element or geometry.element, shard or Shard()
+    group_of = {index: number for number, group in enumerate(geometry.groups) for index in group.layers}
+    groups: list[Group] = []
     codecs: list[SlotCodec] = []
     described: list[Layer] = []
-    for index in indices:
-        slots = declared(per_layer.get(index, codec)).for_layer(geometry.head_dim, element or geometry.element)
-        if slots not in codecs:
-            codecs.append(slots)
-        described.append(Layer(index, 0, codecs.index(slots), *scales.get(index, (1.0, 1.0))))
-    first_head, head_count = heads or (0, geometry.kv_heads)
+    for index in sorted(group_of) if layers is None else layers:
+        _check_carried(geometry, index)
+        source = geometry.groups[group_of[index]]
+        first = _first_token(source, first_token, len(tokens), (window_first or {}).get(group_of[index]))
+        group = _group(source, first, len(tokens), heads, shard, is_opaque=index in opaque)
+        slots = _slots(geometry, source, index, per_layer.get(index, codec), element, opaque.get(index))
+        for entry, table in ((group, groups), (slots, codecs)):
+            if entry not in table:
+                table.append(entry)  # type: ignore[arg-type]
+        described.append(Layer(index, groups.index(group), codecs.index(slots), *scales.get(index, (1.0, 1.0))))
     manifest = Manifest(
         model_digest=model,
         content=((ContentKind.TOKENS, token_digest(list(tokens))), *sorted(content)),
@@ -511,10 +455,62 @@ def manifest_for(
         lease=lease,
         generation=generation,
         chunk_tokens=chunk_tokens,
-        groups=(Group(geometry.kv_heads, geometry.head_dim, first_token, len(tokens), first_head, head_count),),
+        groups=tuple(groups),
         codecs=tuple(codecs),
         layers=tuple(described),
-        shard=shard or Shard(),
+        shard=shard,
     )
     manifest.check()
     return manifest
+
+
+def _check_carried(geometry: ModelGeometry, index: int) -> None:
+    if index >= geometry.layers:
+        raise DraftLayer(f"layer {index} is none of the model's {geometry.layers}, so a draft model's")
+    if index < 0:
+        raise BadConfig(f"there is no layer {index}", remedy="count layers from 0")
+    owner = dict(geometry.shared).get(index)
+    if owner is not None:
+        raise SharedLayer(f"layer {index} keeps no KV of its own, it reads that of layer {owner}")
+
+
+def _first_token(group: LayerGroup, first_token: int, end_token: int, held: int | None) -> int:
+    """Where the group's range begins: at first_token, for windows at what of the window the engine has."""
+    if group.kind is not GroupKind.SLIDING_WINDOW:
+        if held is not None:
+            raise BadConfig("window_first names a group that has no window", remedy="see ModelGeometry.groups")
+        return first_token
+    first = max(0, end_token - group.window) if held is None else held
+    if not 0 <= first < end_token:
+        raise BadConfig(f"a window that begins at token {first} has none of the {end_token} tokens", remedy="say what the engine holds")
+    return max(first, first_token)
+
+
+def _group(source: LayerGroup, first: int, end: int, heads: tuple[int, int] | None, shard: Shard, is_opaque: bool) -> Group:
+    if source.kind is GroupKind.STATE:
+        block = (end - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        return Group(shard.tp_size, source.head_dim, block, block + BLOCK_TOKENS, shard.tp_rank, 1, source.kind)
+    if source.kind is GroupKind.LATENT:
+        return Group(1, source.head_dim, first, end, 0, 1, source.kind)
+    # Rows that nobody interprets have one side only, as latents have.
+    kind = GroupKind.LATENT if is_opaque else source.kind
+    return Group(source.kv_heads, source.head_dim, first, end, *(heads or (0, source.kv_heads)), kind, 0 if is_opaque else source.window)
+
+
+def _slots(geometry: ModelGeometry, group: LayerGroup, index: int, codec: str, element: Element, opaque: OpaqueBytes | None) -> SlotCodec:
+    none = Coding(CodingKind.NONE)
+    if group.kind is GroupKind.STATE:
+        if opaque is not None:
+            raise BadConfig(f"layer {index} is a state, whose size the geometry has", remedy="give it to ModelGeometry.from_config")
+        state = dict(geometry.states)[index]
+        return SlotCodec(opaque_coding(state.meaning, state.nbytes // BLOCK_TOKENS), none)
+    if opaque is not None:
+        if group.kind is GroupKind.SLIDING_WINDOW:
+            raise NotCarried(f"layer {index} has a sliding window, whose rows cannot be opaque", remedy="choose raw or a declared codec")
+        return SlotCodec(opaque_coding(opaque.meaning, opaque.nbytes), none)
+    named = declared(codec)
+    if group.kind is not GroupKind.LATENT:
+        return named.for_layer(group.head_dim, element)
+    if not named.lossless:
+        raise NotCarried(f"layer {index} keeps latents, and codec {codec} is for keys and values", remedy="choose raw for this model")
+    return SlotCodec(named.for_layer(group.head_dim, element).key, none)

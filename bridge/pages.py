@@ -7,7 +7,7 @@ regions of a page. A device sees, for each side of a layer, a coding, a view of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
@@ -69,6 +69,15 @@ class PageSide:
     @property
     def heads(self) -> int:
         return self.codes.shape[3 if self.tiled else 2]
+
+    def narrow(self, first: int, count: int) -> PageSide:
+        """The same pages with only `count` kv heads from `first` on: views."""
+        scalars = self.scalars.narrow(2, first, count) if self.scalars is not None else None
+        return replace(self, codes=_narrow(self.codes, first, count), scalars=scalars)
+
+
+def _narrow(tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    return tensor.narrow(3 if tensor.dim() == 6 else 2, first, count)
 
 
 class LayerDescription(Protocol):
@@ -153,6 +162,11 @@ class LayerPages:
     def head_dim(self) -> int:
         return _vector_length(self.key)
 
+    def narrow(self, first: int, count: int) -> LayerPages:
+        """The same pages with only `count` kv heads from `first` on: views."""
+        value = _narrow(self.value, first, count) if self.value is not None else None
+        return replace(self, key=_narrow(self.key, first, count), value=value)
+
 
 def _vector_length(tensor: torch.Tensor) -> int:
     return tensor.shape[4] * tensor.shape[5] if tensor.dim() == 6 else tensor.shape[3]
@@ -203,6 +217,10 @@ class SlotPages:
         value = PageSide(layer.value, codes[..., split:], meta[..., norms:, :])
         return cls((key, value), head_dim)
 
+    def narrow(self, first: int, count: int) -> SlotPages:
+        """The same pages with only `count` kv heads from `first` on: views."""
+        return SlotPages((self.sides[0].narrow(first, count), self.sides[1].narrow(first, count)), self.head_dim)
+
 
 @dataclass(frozen=True)
 class OpaquePages:
@@ -220,6 +238,10 @@ class OpaquePages:
     @cached_property
     def sides(self) -> tuple[PageSide, None]:
         return PageSide(opaque(self.meaning, self.tensor.shape[3]), self.tensor), None
+
+    def narrow(self, first: int, count: int) -> OpaquePages:
+        """The same pages with only `count` kv heads from `first` on: views."""
+        return replace(self, tensor=_narrow(self.tensor, first, count))
 
 
 @dataclass(frozen=True)
@@ -239,6 +261,20 @@ class PagedCache:
             raise PagesDoNotFit(f"pages of {', '.join(sorted(e.name for e in found))} are not all of one float type")
         return found.pop()
 
+    def part(self, layers: Sequence[int], first_head: int, head_count: int) -> PagedCache:
+        """Some layers and some of the model's kv heads: what a rank takes from one of several payloads. Views, no copy.
+
+        Raises PagesDoNotFit where these pages lack a layer or a head of it.
+        """
+        first, found = first_head - self.first_head, {}
+        for index in layers:
+            pages = self.layers.get(index)
+            heads = pages.sides[0].heads if pages is not None else 0
+            if pages is None or first < 0 or head_count < 1 or first + head_count > heads:
+                raise PagesDoNotFit(f"layer {index} has no kv heads {first_head} to {first_head + head_count - 1} here")
+            found[index] = pages if head_count == heads else pages.narrow(first, head_count)
+        return PagedCache(found, first_head)
+
 
 @dataclass(frozen=True)
 class BlockTable:
@@ -254,6 +290,11 @@ class BlockTable:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_array", np.asarray(self.pages, dtype=np.int64))
 
+    @classmethod
+    def of_state(cls, page: int, end_token: int) -> BlockTable:
+        """The table of a state that has seen tokens [0, end_token): it lies in page `page` of its OpaquePages."""
+        return cls([page] * (-(-end_token // 16)), 16)
+
     def locate(self, first: int, end: int, num_pages: int) -> tuple[np.ndarray, np.ndarray]:
         """(page ids, positions), int64 [end - first] each, of tokens [first, end).
 
@@ -266,6 +307,14 @@ class BlockTable:
         if pages.size and (pages.min() < 0 or pages.max() >= num_pages):
             raise PagesDoNotFit(f"a block table names pages {pages.min()} to {pages.max()}, the cache has {num_pages}")
         return pages, tokens % self.block_size
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """One KV group of an engine: the layers that share a block table."""
+
+    cache: PagedCache
+    table: BlockTable
 
 
 def coded_as(pages: LayerPages | SlotPages | OpaquePages) -> SlotCodec:

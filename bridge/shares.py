@@ -1,12 +1,17 @@
-"""Which part of a chunk one rank packs or lands: the meeting of a payload's layers and heads with a cache's."""
+"""Which part of a chunk one rank packs or lands: the meeting of a payload's layers and heads with the caches that hold them.
+
+An engine keeps one block table for each of its KV groups (full attention, windows, states). A rank's pages are therefore a list of
+`CacheGroup`, each a cache with its table; most models have one.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from bridge.devices import SpanShare
-from bridge.pages import PagedCache
-from bridge.wire import ChunkMap, Manifest
+from bridge.pages import BlockTable, CacheGroup, PagedCache, PagesDoNotFit
+from bridge.wire import ChunkMap, Group, GroupKind, Manifest
 
 
 @dataclass(frozen=True)
@@ -15,27 +20,33 @@ class ChunkShare:
 
     shares: what to pack or land, with offsets into a buffer of `nbytes` that holds this part only.
     ranges: (offset in the payload, offset in the buffer, size) of each contiguous piece, neighbours merged.
+    holders: for each of `shares`, the number of the cache that holds it.
     """
 
     chunk: int
     nbytes: int
     shares: tuple[SpanShare, ...]
     ranges: tuple[tuple[int, int, int], ...]
+    holders: tuple[int, ...] = ()
 
 
-def chunk_share(manifest: Manifest, chunk: ChunkMap, cache: PagedCache) -> ChunkShare:
-    """The part of `chunk` whose layers and kv heads `cache` holds. Other layers and heads are left out."""
+def chunk_share(manifest: Manifest, chunk: ChunkMap, cache: PagedCache | Sequence[PagedCache]) -> ChunkShare:
+    """The part of `chunk` whose layers and kv heads `cache` (or one of several) holds. Other layers and heads are left out."""
+    caches = [cache] if isinstance(cache, PagedCache) else cache
+    holder_of = {index: number for number, one in enumerate(caches) for index in one.layers}
     shares: list[SpanShare] = []
+    holders: list[int] = []
     ranges: list[tuple[int, int, int]] = []
     offset = 0
     for span in chunk.spans:
         layer = manifest.layers[span.layer]
         group = manifest.groups[layer.group]
-        pages = cache.layers.get(layer.index)
-        if pages is None:
+        holder = holder_of.get(layer.index)
+        if holder is None:
             continue
-        first = max(group.head_first, cache.first_head)
-        end = min(group.head_first + group.head_count, cache.first_head + pages.sides[0].heads)
+        held = caches[holder]
+        first = max(group.head_first, held.first_head)
+        end = min(group.head_first + group.head_count, held.first_head + held.layers[layer.index].sides[0].heads)
         if first >= end:
             continue
         share = SpanShare(
@@ -51,10 +62,71 @@ def chunk_share(manifest: Manifest, chunk: ChunkMap, cache: PagedCache) -> Chunk
             value_scale=layer.value_scale,
         )
         shares.append(share)
+        holders.append(holder)
         remote, size = span.head_range(share.head_first, share.head_count)
         if ranges and ranges[-1][0] + ranges[-1][2] == remote:
             ranges[-1] = (ranges[-1][0], ranges[-1][1], ranges[-1][2] + size)
         else:
             ranges.append((remote, offset, size))
         offset += size
-    return ChunkShare(chunk.index, offset, tuple(shares), tuple(ranges))
+    return ChunkShare(chunk.index, offset, tuple(shares), tuple(ranges), tuple(holders))
+
+
+def as_groups(cache: PagedCache | Sequence[CacheGroup], table: BlockTable | None) -> tuple[CacheGroup, ...]:
+    """A cache with its table, or several of both, as groups. Raises PagesDoNotFit where a layer stands in two, or a table is missing."""
+    if isinstance(cache, PagedCache):
+        if table is None:
+            raise PagesDoNotFit("a cache was given without its block table")
+        return (CacheGroup(cache, table),)
+    groups = tuple(cache)
+    if table is not None:
+        raise PagesDoNotFit("a block table was given beside groups, which have their own")
+    layers = [index for group in groups for index in group.cache.layers]
+    if not layers or len(set(layers)) != len(layers):
+        raise PagesDoNotFit("groups without a layer, or with one layer in two of them")
+    return groups
+
+
+def token_end(manifest: Manifest) -> int:
+    """One past the last token that a payload carries. States have no tokens; a payload of states only ends with their block."""
+    return max((group.end_token for group in manifest.groups if group.kind is not GroupKind.STATE), default=manifest.end_token)
+
+
+def written_range(group: Group, first_token: int, end_token: int) -> tuple[int, int]:
+    """The rows of a manifest's group that land when tokens [first_token, end_token) are wanted: a state always as a whole."""
+    if group.kind is GroupKind.STATE:
+        return group.first_token, group.end_token
+    return max(group.first_token, first_token), min(group.end_token, end_token)
+
+
+def batches(
+    manifest: Manifest, share: ChunkShare, first_token: int, end_token: int
+) -> Iterator[tuple[int, list[SpanShare], tuple[int, int]]]:
+    """(cache number, shares, rows to write) of each call to a device: the shares of one cache, states apart from tokens.
+
+    first_token, end_token: the tokens that are wanted. Shares of which nothing is wanted are left out.
+    """
+    found: dict[tuple[int, GroupKind | None], list[SpanShare]] = {}
+    rows: dict[tuple[int, GroupKind | None], tuple[int, int]] = {}
+    for holder, one in zip(share.holders, share.shares, strict=True):
+        group = manifest.groups[manifest.layers[one.span.layer].group]
+        first, end = written_range(group, first_token, end_token)
+        if max(first, one.span.first_token) >= min(end, one.span.end_token):
+            continue
+        call = holder, GroupKind.STATE if group.kind is GroupKind.STATE else None
+        found.setdefault(call, []).append(one)
+        before = rows.get(call, (first, end))
+        rows[call] = min(before[0], first), max(before[1], end)
+    for call, shares in found.items():
+        yield call[0], shares, rows[call]
+
+
+def check_held(manifest: Manifest, groups: Sequence[CacheGroup]) -> None:
+    """Raises PagesDoNotFit unless the caches hold every layer and kv head that the manifest names."""
+    holder_of = {index: group.cache for group in groups for index in group.cache.layers}
+    for layer in manifest.layers:
+        group, cache = manifest.groups[layer.group], holder_of.get(layer.index)
+        first = cache.first_head if cache is not None else 0
+        heads = cache.layers[layer.index].sides[0].heads if cache is not None else 0
+        if first > group.head_first or first + heads < group.head_first + group.head_count:
+            raise PagesDoNotFit(f"the cache lacks layers or kv heads that the manifest names, of layer {layer.index} for one")

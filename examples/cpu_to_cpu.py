@@ -81,7 +81,10 @@ def prefill(folder: Path, codec: str) -> None:
     )
     offer = prefiller.offer(manifest, cache, table)
     offer.advance(TOKENS)
-    said, _ = second.communicate(json.dumps({"port": prefiller.port, "ticket": offer.ticket.to_dict()}) + "\n", timeout=120)
+    try:
+        said, _ = second.communicate(json.dumps({"port": prefiller.port, "ticket": offer.ticket.to_dict()}) + "\n", timeout=300)
+    finally:
+        second.kill()
     offer.wait(10)
     result = json.loads(said)
     print(f"{codec}: {result['bytes']:,} bytes in {result['seconds'] * 1e3:.1f} ms, {result['via']}")

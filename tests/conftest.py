@@ -9,6 +9,9 @@ MARKERS = {
     "model": "loads the real language model",
     "cuda": "needs an NVIDIA GPU",
     "xpu": "needs an Intel GPU",
+    "vllm": "starts vLLM engines; needs an environment with vLLM (make vllm-env)",
+    "boots": "starts engines of further configurations: 20 seconds to two minutes each",
+    "avx512": "needs a processor with AVX-512 or AMX",
 }
 
 
@@ -18,15 +21,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _absent() -> set[str]:
-    """Markers of hardware that this machine does not have."""
+    """Markers of hardware, or of an environment, that this machine does not have."""
     import torch
 
-    present = {"cuda": torch.cuda.is_available(), "xpu": hasattr(torch, "xpu") and torch.xpu.is_available()}
+    from tests.vllm.engine import vllm_python
+
+    present = {
+        "cuda": torch.cuda.is_available(),
+        "xpu": hasattr(torch, "xpu") and torch.xpu.is_available(),
+        "vllm": vllm_python() is not None,
+    }
     return {name for name, there in present.items() if not there}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    hardware = {name for name in ("cuda", "xpu") for item in items if item.get_closest_marker(name)}
+    hardware = {name for name in ("cuda", "xpu", "vllm") for item in items if item.get_closest_marker(name)}
     absent = hardware and _absent() & hardware
     if absent:
         out = [item for item in items if any(item.get_closest_marker(name) for name in absent)]

@@ -14,16 +14,31 @@ import time
 from pathlib import Path
 
 from bridge.codecs import CODECS, declared
+from bridge.demo.errors import BadPrompt
 
 REPEAT_SECONDS = 5.0
 
 
 def positive(text: str) -> int:
-    """An argument that is a positive number, at most 4096."""
-    value = int(text)
-    if not 1 <= value <= 4096:
-        raise argparse.ArgumentTypeError(f"{text} is not between 1 and 4096")
-    return value
+    """An argument that is a whole number from 1 to 4096."""
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 4096:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number between 1 and 4096")
+    return int(text)
+
+
+def port_number(text: str) -> int:
+    """An argument that is a TCP port, or 0."""
+    if not text.isascii() or not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port between 0 and 65535")
+    return int(text)
+
+
+def read_prompt(path: Path) -> str:
+    """The text of a prompt file. Raises BadPrompt, or OSError where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise BadPrompt(f"{path} is not UTF-8 text", remedy="convert it, or give another file") from None
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -35,8 +50,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--mode", choices=("park", "stream"), default="park", help="pack everything first, or chunk by chunk (default: park)"
     )
-    command.add_argument("--port", type=int, default=0, help="control port of the prefiller (default: any free one)")
-    command.add_argument("--keep", type=Path, metavar="FOLDER", help="also write each payload to FOLDER as a .kvb file")
+    command.add_argument("--port", type=port_number, default=0, help="control port of the prefiller (default: any free one)")
+    command.add_argument("--keep", type=Path, metavar="FOLDER", help="also pack each payload into FOLDER/CODEC.kvb (replaced if it exists)")
+    command.add_argument("--device", default="cpu", metavar="NAME", help="what packs and lands: cpu, or cpu-reference (default: cpu)")
     command.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
@@ -54,16 +70,17 @@ def run(options: argparse.Namespace) -> int:
             print(f"[{now:6.1f} s] {what}", file=sys.stderr, flush=True)
             said[what] = now
 
-    result = handoff.demonstrate(
+    settings = handoff.Settings(
         codecs=[codec.name for codec in codecs],
-        prompt=options.prompt_file.read_text(encoding="utf-8") if options.prompt_file else None,
+        prompt=read_prompt(options.prompt_file) if options.prompt_file else None,
         count=options.tokens,
         block_sizes=(options.prefiller_block_size, options.decoder_block_size),
         mode=options.mode,
         port=options.port,
         keep=options.keep,
-        progress=progress,
+        device=options.device,
     )
+    result = handoff.demonstrate(settings, progress)
     if options.json:
         json.dump(report.as_json(result), sys.stdout, indent=1)
         print()

@@ -35,6 +35,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", options.name):
         raise BadName(f"{options.name!r} cannot be a name")
+    if options.out.exists() and not options.out.is_dir():
+        raise NotADirectoryError(20, "not a folder", str(options.out))
     try:
         made = create_identity(options.name, options.out)
     except FileExistsError as error:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bridge.codecs import CODECS, NotCarried
+from bridge.codecs import CODECS, NotCarried, dialects
 from bridge.wire import Coding, Element, Manifest, PayloadMap, SlotCodec, read_container
 from bridge.wire.container import verify_contents
 from bridge.wire.errors import BadHeadDim, WireError
@@ -27,6 +27,9 @@ def run(options: argparse.Namespace) -> int:
         manifest, key, payload = read_container(options.file)
     except WireError as error:
         report: dict[str, Any] = {"file": str(options.file), "verdict": error.clause, "detail": error.detail}
+        foreign = dialects.by_magic(first_bytes(options.file))
+        if foreign is not None:
+            report |= {"verdict": dialects.ForeignDialect.clause, "detail": foreign.sentence, "writer": foreign.name}
     else:
         report = {"file": str(options.file), **describe(manifest)}
         try:
@@ -40,6 +43,12 @@ def run(options: argparse.Namespace) -> int:
     else:
         print(as_text(report))
     return 0 if report["verdict"] == "ok" else 1
+
+
+def first_bytes(path: Path) -> bytes:
+    """The first eight bytes, where other writers have their magic."""
+    with path.open("rb") as file:
+        return file.read(8)
 
 
 def side_name(coding: Coding) -> str:
@@ -108,8 +117,8 @@ def as_text(report: dict[str, Any]) -> str:
     lines = [f"{report['file']}: {report['verdict']}" + (f" ({report['detail']})" if "detail" in report else "")]
     if "request" in report:
         lines += [
-            f"  format      {report['version']}, {report['payload_bytes']:,} payload bytes in {report['chunks']} chunks, "
-            f"{report['blocks']:,} blocks with a tag each",
+            f"  format      {report['version']}, {report['payload_bytes']:,} payload bytes, chunks: {report['chunks']:,}, "
+            f"blocks with a tag each: {report['blocks']:,}",
             f"  request     {report['request']}, lease {report['lease']}, generation {report['generation']}, {report['shard']}",
             f"  model       {report['model']}",
         ]

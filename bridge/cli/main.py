@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
+from types import FrameType
 
 from bridge import __version__
 from bridge.cli import demo, identity, inspect
@@ -21,30 +24,70 @@ class _Parser(argparse.ArgumentParser):
         self.exit(USAGE_ERROR, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
-def parser() -> argparse.ArgumentParser:
-    """The whole command's parser."""
+def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The whole command's parser, and each subcommand's by name."""
     top = _Parser(prog="kvbridge", description="Carries a request's KV cache from one vendor's accelerator to another's.")
     top.add_argument("--version", action="version", version=f"kvbridge {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    by_name: dict[str, argparse.ArgumentParser] = {}
     for module in COMMANDS:
+        name = module.__name__.rsplit(".", 1)[1]
         summary = (module.__doc__ or "").strip().splitlines()[0]
-        command = commands.add_parser(module.__name__.rsplit(".", 1)[1], help=summary, description=module.__doc__)
+        command = by_name[name] = commands.add_parser(name, help=summary, description=module.__doc__)
         module.add_arguments(command)
         command.set_defaults(run=module.run)
-    return top
+    return top, by_name
+
+
+class Interrupted(BaseException):
+    """SIGINT or SIGTERM. Not KeyboardInterrupt: CPython may kill itself at its end although that was caught (code run by PyRun_*)."""
+
+
+def _interrupt(signal_number: int, frame: FrameType | None) -> None:
+    """Both signals unwind the stack, so that temporary keys and second processes go too."""
+    raise Interrupted
+
+
+def _flush() -> bool:
+    """Whether everything that was printed has left; a reader that went away is nobody's fault, but must not end in a traceback."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        # The interpreter would try again at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return True
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 0, 1 where something that was checked is not so, 2 where it could not run."""
-    options = parser().parse_args(arguments)
+    top, by_name = parsers()
     try:
-        return int(options.run(options))
-    except (KVBridgeError, OSError) as error:
-        print(f"kvbridge {options.command}: {' '.join(str(error).split())}", file=sys.stderr)
-        return USAGE_ERROR
-    except KeyboardInterrupt:
-        print(f"kvbridge {options.command}: interrupted", file=sys.stderr)
+        options, unknown = top.parse_known_args(arguments)
+    except SystemExit:
+        _flush()
+        raise
+    if unknown:
+        by_name[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
+    try:
+        code = int(options.run(options))
+        return code if _flush() else USAGE_ERROR
+    except KVBridgeError as error:
+        return _say(options.command, str(error))
+    except OSError as error:
+        named = f"{error.filename}: {(error.strerror or '').lower()}" if error.filename else str(error)
+        return _say(options.command, named)
+    except Interrupted:
+        _say(options.command, "interrupted")
         return 130
+
+
+def _say(command: str, sentence: str) -> int:
+    print(f"kvbridge {command}: {' '.join(sentence.split())}", file=sys.stderr)
+    _flush()
+    return USAGE_ERROR
 
 
 if __name__ == "__main__":

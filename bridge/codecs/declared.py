@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from bridge.codecs import tables
+from bridge.codecs import dialects, tables
 from bridge.codecs.errors import NotCarried, UnknownCodec
 from bridge.wire.coding import Coding, CodingKind, Element, Rotation, SlotCodec
 
@@ -82,9 +82,12 @@ CODECS: dict[str, DeclaredCodec] = {
 
 
 def declared(name: str) -> DeclaredCodec:
-    """The codec of this name. Raises UnknownCodec, with a suggestion."""
+    """The codec of this name. Raises UnknownCodec, with a suggestion; ForeignDialect where another writer's bytes have that name."""
     if name in CODECS:
         return CODECS[name]
+    foreign = dialects.by_name(name)
+    if foreign is not None:
+        raise foreign.refusal()
     close = get_close_matches(name, CODECS, n=1)
     hint = f"did you mean {close[0]}?" if close else f"the codecs are {', '.join(CODECS)}"
     raise UnknownCodec(f"there is no codec named {name!r}", remedy=hint)

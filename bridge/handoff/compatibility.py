@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from bridge.codecs import check_tables
-from bridge.handoff.errors import ContentDiffers, HeadsDiffer, LayersMissing, ModelDiffers, TokensMissing
+from bridge.handoff.errors import ContentDiffers, HeadsDiffer, LayersMissing, LossyPayload, ModelDiffers, OpaqueDiffers, TokensMissing
 from bridge.handoff.ticket import Ticket
-from bridge.pages import BlockTable, PagedCache
-from bridge.wire import ContentKind, Manifest
+from bridge.pages import CacheGroup, LayerDescription
+from bridge.shares import token_end, written_range
+from bridge.wire import CodingKind, ContentKind, Group, GroupKind, Manifest
 
 
 def check_ticket(manifest: Manifest, ticket: Ticket) -> None:
@@ -18,8 +21,7 @@ def check_ticket(manifest: Manifest, ticket: Ticket) -> None:
 
 def check_fits(
     manifest: Manifest,
-    cache: PagedCache,
-    table: BlockTable,
+    groups: Sequence[CacheGroup],
     model_digest: bytes,
     first_token: int,
     end_token: int,
@@ -27,30 +29,69 @@ def check_fits(
 ) -> None:
     """Raises the clause by which the payload does not fit.
 
-    cache, table: the decoder's own pages. first_token, end_token: what it asks for. content: the digests that it expects, or None.
+    groups: the decoder's own pages. first_token, end_token: what it asks for. content: the digests that it expects, or None.
     """
     if manifest.model_digest != model_digest:
         raise ModelDiffers("the payload was computed with another model")
     if content is not None and manifest.content != content:
         raise ContentDiffers("the payload holds other tokens, or other adapters, images or salt, than this request")
     offered = {layer.index: layer for layer in manifest.layers}
-    missing = sorted(set(cache.layers) - set(offered))
+    missing = sorted({index for group in groups for index in group.cache.layers} - set(offered))
     if missing:
         raise LayersMissing(f"the payload lacks layers {missing[:8]}, which this decoder needs")
-    for index, pages in cache.layers.items():
-        layer = offered[index]
-        group = manifest.groups[layer.group]
-        if group.head_dim != pages.head_dim:
-            raise HeadsDiffer(f"layer {index} has head dimension {group.head_dim} in the payload and {pages.head_dim} here")
-        end_head = cache.first_head + pages.sides[0].heads
-        if end_head > group.heads:
-            raise HeadsDiffer(f"layer {index} has {group.heads} kv heads in the payload's model, this decoder holds up to {end_head}")
-        if cache.first_head < group.head_first or end_head > group.head_first + group.head_count:
-            raise LayersMissing(f"the payload lacks kv heads of layer {index} that this decoder needs")
-        if not group.first_token <= first_token < end_token <= group.end_token:
-            raise TokensMissing(
-                f"the payload has tokens {group.first_token} to {group.end_token - 1}, asked for are {first_token} to {end_token - 1}"
-            )
-        check_tables(manifest.codecs[layer.codec], group.head_dim)
-        # Refuses a short or wild block table before anything is transferred.
-        table.locate(first_token, end_token, pages.sides[0].num_pages)
+    for held in groups:
+        for index, pages in held.cache.layers.items():
+            layer = offered[index]
+            group, codec = manifest.groups[layer.group], manifest.codecs[layer.codec]
+            _check_heads(group, index, pages, held.cache.first_head)
+            _check_tokens(group, manifest, first_token, end_token)
+            for side, coding in zip(pages.sides, (codec.key, codec.value), strict=True):
+                if side is not None and CodingKind.OPAQUE in (side.coding.kind, coding.kind) and side.coding != coding:
+                    raise OpaqueDiffers(
+                        f"layer {index} is {coding.kind.name.lower()} of {coding.row_bytes} bytes a row in the payload, "
+                        f"{side.coding.kind.name.lower()} of {side.coding.row_bytes} here, or of another meaning"
+                    )
+            check_tables(codec, group.head_dim)
+            # Refuses a short or wild block table before anything is transferred.
+            held.table.locate(*written_range(group, first_token, end_token), pages.sides[0].num_pages)
+
+
+def _check_heads(group: Group, index: int, pages: LayerDescription, first_head: int) -> None:
+    if group.head_dim != pages.head_dim:
+        raise HeadsDiffer(f"layer {index} has head dimension {group.head_dim} in the payload and {pages.head_dim} here")
+    end_head = first_head + pages.sides[0].heads
+    if end_head > group.heads:
+        raise HeadsDiffer(f"layer {index} has {group.heads} kv heads in the payload's model, this decoder holds up to {end_head}")
+    if first_head < group.head_first or end_head > group.head_first + group.head_count:
+        raise LayersMissing(f"the payload lacks kv heads of layer {index} that this decoder needs")
+
+
+def _check_tokens(group: Group, manifest: Manifest, first_token: int, end_token: int) -> None:
+    """Full attention and latents: every token asked for. Windows: those that the tokens from end_token on look back at. States: the end."""
+    if first_token >= end_token:
+        raise TokensMissing(f"tokens {first_token} to {end_token - 1} are none")
+    if group.kind is GroupKind.STATE:
+        end = token_end(manifest)
+        if end_token != end:
+            raise TokensMissing(f"the payload's states are those after token {end - 1}, asked for are tokens up to {end_token - 1}")
+        return
+    needed = first_token
+    if group.kind is GroupKind.SLIDING_WINDOW:
+        # The token at end_token looks back at window - 1 others; those that come after it at fewer of the payload's.
+        needed = max(first_token, end_token - group.window + 1)
+    if not (group.first_token <= needed and end_token <= group.end_token):
+        raise TokensMissing(
+            f"the payload has tokens {group.first_token} to {group.end_token - 1} of a group, asked for are {needed} to {end_token - 1}"
+        )
+
+
+def check_lossless(manifest: Manifest, groups: Sequence[CacheGroup]) -> None:
+    """Raises LossyPayload unless each side of each layer travels as plain elements, or in the very coding that these pages keep."""
+    offered = {layer.index: layer for layer in manifest.layers}
+    for index, pages in ((index, pages) for group in groups for index, pages in group.cache.layers.items()):
+        codec = manifest.codecs[offered[index].codec]
+        for coding, kept in zip((codec.key, codec.value), pages.sides, strict=True):
+            if kept is not None and coding.kind is not CodingKind.RAW and coding != kept.coding:
+                raise LossyPayload(
+                    f"layer {index} travels as {coding.kind.name.lower()}, which this decoder may not put into its prefix cache"
+                )

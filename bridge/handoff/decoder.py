@@ -7,8 +7,10 @@ import concurrent.futures
 import contextlib
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from bridge.counters import Counters
 from bridge.devices import Device
@@ -16,15 +18,15 @@ from bridge.errors import KVBridgeError
 from bridge.handoff import messages
 from bridge.handoff.bounds import Bounds, Observer, ignore
 from bridge.handoff.channel import Channel
-from bridge.handoff.compatibility import check_fits, check_ticket
+from bridge.handoff.compatibility import check_fits, check_lossless, check_ticket
 from bridge.handoff.errors import Cancelled, CannotConnect, HandoffError, HandoffTimeout, PeerLost, PeerUnknown, ProtocolError, StagingFull
 from bridge.handoff.identity import Identity, PeerConfig, PinnedPeers, client_context
 from bridge.handoff.link import Claimed, Link, Receiving
 from bridge.handoff.loop import Job, LoopThread
 from bridge.handoff.staging import Extent, StagingPool
 from bridge.handoff.ticket import Ticket
-from bridge.pages import BlockTable, PagedCache
-from bridge.shares import ChunkShare, chunk_share
+from bridge.pages import BlockTable, CacheGroup, PagedCache
+from bridge.shares import ChunkShare, as_groups, batches, chunk_share, token_end
 from bridge.transfer.agent import Agent, Memory, ReadRange, Transfer
 from bridge.transfer.errors import TransferTimeout
 from bridge.wire import ContentKind, Manifest, PayloadMap, TagKeys, open_sealed
@@ -37,20 +39,22 @@ _POLL_INTERVAL = 0.0002
 class Target:
     """Where a payload is to land, and what the decoder expects of it.
 
-    cache, table: the decoder's own pages, of any block size, layout and element type. model_digest: as geometry.model_digest computes it.
+    cache, table: the decoder's own pages, of any block size, layout and element type; an engine with several KV groups gives those, each
+    with its own block table, and None as the table. model_digest: as geometry.model_digest computes it.
     first_token: tokens before it are here already and are never written. end_token: one past the last token that is wanted (None: the
     payload's last). content: the digests that the payload must have (None: not compared). reader, readers: this rank's number among those
-    that take the payload.
+    that take the payload. lossless: whether a payload that a lossy codec changed is refused.
     """
 
-    cache: PagedCache
-    table: BlockTable
+    cache: PagedCache | Sequence[CacheGroup]
+    table: BlockTable | None
     model_digest: bytes
     first_token: int = 0
     end_token: int | None = None
     content: tuple[tuple[ContentKind, bytes], ...] | None = None
     reader: int = 0
     readers: int = 1
+    lossless: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,8 +122,8 @@ class Decoder:
         self._links: dict[tuple[str, int], Link] = {}
         self._connecting: dict[tuple[str, int], asyncio.Lock] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._memory = device.allocate_staging(staging_bytes)
-        self._pool = StagingPool(self._memory.nbytes)
+        self._pool = StagingPool(staging_bytes)
+        self._memory = device.allocate_staging(self._pool.capacity)
         self._registration = agent.register(Memory(self._memory.address, self._memory.nbytes, owner=self._memory))
         self._landing = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="kvbridge-land")
         self._loop = LoopThread(f"kvbridge-decoder-{identity.name}")
@@ -210,10 +214,13 @@ class Decoder:
             self.observe("granted", {"request_id": ticket.request_id})
             manifest = open_sealed(claimed.manifest, claimed.key)
             check_ticket(manifest, ticket)
-            end_token = manifest.end_token if target.end_token is None else target.end_token
-            check_fits(manifest, target.cache, target.table, target.model_digest, target.first_token, end_token, target.content)
+            end_token = token_end(manifest) if target.end_token is None else target.end_token
+            groups = as_groups(target.cache, target.table)
+            check_fits(manifest, groups, target.model_digest, target.first_token, end_token, target.content)
+            if target.lossless:
+                check_lossless(manifest, groups)
             keys = TagKeys(claimed.key, manifest.lease, manifest.generation)
-            move = _Move(self, link, receiving, ticket, manifest, keys, target, end_token)
+            move = _Move(self, link, receiving, ticket, manifest, keys, target, groups, end_token)
             await move.run()
         except BaseException as error:
             with contextlib.suppress(HandoffError):
@@ -309,10 +316,11 @@ class _Move:
         manifest: Manifest,
         keys: TagKeys,
         target: Target,
+        groups: tuple[CacheGroup, ...],
         end_token: int,
     ) -> None:
         self._decoder, self._link, self._receiving, self._ticket = decoder, link, receiving, ticket
-        self.manifest, self._keys, self._target, self._end_token = manifest, keys, target, end_token
+        self.manifest, self._keys, self._target, self._groups, self._end_token = manifest, keys, target, groups, end_token
         self._arrived: asyncio.Queue[tuple[ChunkShare, Extent] | None] = asyncio.Queue(maxsize=max(decoder._depth - 1, 1))
         self.nbytes = 0
         self.transfer_seconds = 0.0
@@ -338,9 +346,8 @@ class _Move:
         for index in range(payload.chunk_count):
             chunk = payload.chunk(index)
             slot = await self._receiving.slot(index, bounds.chunk)
-            share = chunk_share(self.manifest, chunk, self._target.cache)
-            wanted = any(s.end_token > self._target.first_token and s.first_token < self._end_token for s in chunk.spans)
-            if share.nbytes and wanted:
+            share = chunk_share(self.manifest, chunk, [group.cache for group in self._groups])
+            if any(batches(self.manifest, share, self._target.first_token, self._end_token)):
                 extent = await self._decoder.take_staging(share.nbytes)
                 ranges = [ReadRange(slot + remote - chunk.offset, extent.offset + local, size) for remote, local, size in share.ranges]
                 self._decoder.observe("reading", {"chunk": index})
@@ -389,23 +396,18 @@ class _Move:
             self._decoder.counters.add("quarantined")
             self._decoder._pool.quarantine(extent, lambda: _settled(transfer))
 
+    def _land(self, share: ChunkShare, data: np.ndarray) -> None:
+        for number, shares, rows in batches(self.manifest, share, self._target.first_token, self._end_token):
+            group = self._groups[number]
+            self._decoder.device.land(group.cache, group.table, shares, self._keys, data, *rows)
+
     async def _land_all(self) -> None:
-        decoder, target, loop = self._decoder, self._target, asyncio.get_running_loop()
+        decoder, loop = self._decoder, asyncio.get_running_loop()
         while (item := await self._arrived.get()) is not None:
             share, extent = item
             data = decoder._memory.bytes()[extent.offset : extent.offset + share.nbytes]
             start = time.perf_counter()
-            landing = loop.run_in_executor(
-                decoder._landing,
-                decoder.device.land,
-                target.cache,
-                target.table,
-                share.shares,
-                self._keys,
-                data,
-                target.first_token,
-                self._end_token,
-            )
+            landing = loop.run_in_executor(decoder._landing, self._land, share, data)
             try:
                 await asyncio.shield(landing)
             except asyncio.CancelledError:

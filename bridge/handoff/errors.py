@@ -25,6 +25,13 @@ class PeerUnknown(HandoffError):
     remedy = "name the peer, its address and its certificate in the configuration of this host"
 
 
+class BadIdentity(HandoffError):
+    """A certificate or key file that is missing, unreadable, or not what it should be."""
+
+    clause = "bad_identity"
+    remedy = "make both with `kvbridge identity NAME`, and give each host its peers' .crt files"
+
+
 class CannotConnect(HandoffError):
     """The peer's control port does not answer, or the TLS handshake failed."""
 
@@ -128,11 +135,25 @@ class TokensMissing(Incompatible):
     remedy = "prefill the whole prompt before handing it off"
 
 
+class OpaqueDiffers(Incompatible):
+    """Opaque rows or a state whose meaning or size is not the decoder's."""
+
+    clause = "opaque_differs"
+    remedy = "run the same engine version and TP size on both sides"
+
+
 class ContentDiffers(Incompatible):
     """The payload holds the KV of other tokens than the decoder expects."""
 
     clause = "content_differs"
     remedy = "send the same prompt to both sides"
+
+
+class LossyPayload(Incompatible):
+    """A lossy codec changed the payload, and this decoder keeps only what none has changed."""
+
+    clause = "lossy_payload"
+    remedy = "ask for the codec raw, switch the decoder's prefix cache off, or consent: with vLLM, set lossy_prefix_cache to true"
 
 
 class BadTicket(HandoffError):

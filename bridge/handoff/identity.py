@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from bridge.handoff.errors import PeerUnknown
+from bridge.handoff.errors import BadIdentity, PeerUnknown
 
 _LIFETIME = datetime.timedelta(days=3650)
 
@@ -43,8 +43,12 @@ class PeerConfig:
 def create_identity(name: str, folder: Path) -> Identity:
     """Makes a P-256 key and a self-signed certificate in `folder`. The key file is readable by its owner only.
 
-    Raises FileExistsError rather than replace a key.
+    Raises FileExistsError rather than replace either.
     """
+    identity = Identity(name, folder / f"{name}.crt", folder / f"{name}.key")
+    for path in (identity.certificate, identity.private_key):
+        if path.exists():
+            raise FileExistsError(17, "exists already", str(path))
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.datetime.now(datetime.UTC)
@@ -60,7 +64,6 @@ def create_identity(name: str, folder: Path) -> Identity:
         .sign(key, hashes.SHA256())
     )
     folder.mkdir(parents=True, exist_ok=True)
-    identity = Identity(name, folder / f"{name}.crt", folder / f"{name}.key")
     private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     handle = os.open(identity.private_key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(handle, "wb") as file:
@@ -74,10 +77,32 @@ def _context(identity: Identity, trusted: Iterable[Path], protocol: int) -> ssl.
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
-    context.load_cert_chain(identity.certificate, identity.private_key)
+    _read_pem(identity.certificate)
+    _read_pem(identity.private_key)
+    try:
+        context.load_cert_chain(identity.certificate, identity.private_key)
+    except ssl.SSLError as error:
+        raise BadIdentity(f"{identity.certificate} and {identity.private_key} are no certificate and its key: {error.reason}") from None
     for certificate in trusted:
+        certificate_der(certificate)
         context.load_verify_locations(cafile=certificate)
     return context
+
+
+def _read_pem(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no PEM file"
+        raise BadIdentity(f"{path} cannot be read: {reason}") from None
+
+
+def certificate_der(path: Path) -> bytes:
+    """A certificate file's DER bytes. Raises BadIdentity."""
+    try:
+        return ssl.PEM_cert_to_DER_cert(_read_pem(path))
+    except ValueError:
+        raise BadIdentity(f"{path} is no certificate in PEM form") from None
 
 
 def server_context(identity: Identity, peers: Mapping[str, PeerConfig]) -> ssl.SSLContext:
@@ -94,7 +119,7 @@ class PinnedPeers:
     """Names of the configured peers by their certificate."""
 
     def __init__(self, peers: Mapping[str, PeerConfig]) -> None:
-        self._names = {ssl.PEM_cert_to_DER_cert(peer.certificate.read_text()): name for name, peer in peers.items()}
+        self._names = {certificate_der(peer.certificate): name for name, peer in peers.items()}
 
     def name_of(self, certificate: bytes | None) -> str:
         """The peer that this DER certificate belongs to. Raises PeerUnknown."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from bridge.handoff.errors import HandoffError
 from bridge.handoff.staging import Extent
-from bridge.pages import BlockTable, PagedCache
+from bridge.pages import CacheGroup
 from bridge.wire import Manifest, PayloadMap, TagKeys
 
 if TYPE_CHECKING:
@@ -42,14 +42,13 @@ class Lease:
         sealed: bytes,
         key: bytes,
         mode: Mode,
-        cache: PagedCache,
-        table: BlockTable,
+        groups: tuple[CacheGroup, ...],
         deadline: float,
     ) -> None:
         self.manifest, self.sealed, self.key = manifest, sealed, key
         self.keys = TagKeys(key, manifest.lease, manifest.generation)
         self.map = PayloadMap(manifest)
-        self.mode, self.cache, self.table = mode, cache, table
+        self.mode, self.groups = mode, groups
         self.readers = 1
         """How many take the payload; the first claim says it."""
         self.deadline = deadline

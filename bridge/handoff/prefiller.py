@@ -7,7 +7,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,10 +38,10 @@ from bridge.handoff.messages import from_u64, u64
 from bridge.handoff.session import Session
 from bridge.handoff.staging import Extent, StagingPool
 from bridge.handoff.ticket import Ticket
-from bridge.pages import BlockTable, PagedCache, PagesDoNotFit
-from bridge.shares import chunk_share
+from bridge.pages import BlockTable, CacheGroup, PagedCache, PagesDoNotFit
+from bridge.shares import as_groups, batches, check_held, chunk_share, token_end
 from bridge.transfer.agent import Agent, Memory
-from bridge.wire import Manifest, new_key, seal
+from bridge.wire import ChunkMap, GroupKind, Manifest, new_key, seal
 from bridge.wire.errors import TooLarge
 
 _REMEMBERED = 1 << 16
@@ -58,7 +58,7 @@ class Prefiller:
 
     identity, peers: this host's certificate and the decoders that may connect. device: what packs. agent: what carries the bytes.
     staging_bytes: the budget of host memory for packed payloads. host, port: of the control channel (port 0: any free one).
-    Raises CannotListen. `close` frees memory, port and registration; it does not close the agent.
+    Raises CannotListen, BadIdentity or StagingFull. `close` frees memory, port and registration; it does not close the agent.
     """
 
     def __init__(
@@ -86,17 +86,19 @@ class Prefiller:
         self._requests: OrderedDict[str, tuple[int, int]] = OrderedDict()
         self._sessions = 0
         self._closed = False
+        self._pool = StagingPool(staging_bytes)
         context = server_context(identity, peers)
+        self._memory = device.allocate_staging(self._pool.capacity)
+        self._registration = agent.register(Memory(self._memory.address, self._memory.nbytes, owner=self._memory))
         self._loop = LoopThread(f"kvbridge-prefiller-{identity.name}")
         try:
             self._server = self._loop.run(self._listen(context, host, port), bounds.connect)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             self._loop.close()
-            raise CannotListen(f"control port {host}:{port} cannot be opened: {error.strerror or error}") from None
+            self._registration.release()
+            reason = (error.strerror if isinstance(error, OSError) else None) or error
+            raise CannotListen(f"control port {host}:{port} cannot be opened: {reason}") from None
         self.port: int = self._server.sockets[0].getsockname()[1]
-        self._memory = device.allocate_staging(staging_bytes)
-        self._pool = StagingPool(self._memory.nbytes)
-        self._registration = agent.register(Memory(self._memory.address, self._memory.nbytes, owner=self._memory))
         self._loop.submit(self._expire())
         observe("listening", {"port": self.port})
 
@@ -110,15 +112,16 @@ class Prefiller:
     def offer(
         self,
         manifest: Manifest,
-        cache: PagedCache,
-        table: BlockTable,
+        cache: PagedCache | Sequence[CacheGroup],
+        table: BlockTable | None = None,
         *,
         mode: Mode = Mode.PARK,
         lease: tuple[int, int] | None = None,
     ) -> Offer:
         """Takes a request on. Nothing is packed before `Offer.advance`; until its last chunk is packed the pages must stay as they are.
 
-        manifest: what the payload will be; its lease and generation are replaced by the prefiller's own. cache, table: the pages.
+        manifest: what the payload will be; its lease and generation are replaced by the prefiller's own. cache, table: the pages;
+        engines with several KV groups give those, each with its own block table, and no table.
         mode: park reserves room for the whole payload now; stream passes it through a ring of `stream_depth` chunks.
         lease: (number, generation) where the engine's scheduler had to name the lease before its workers offer it; the prefiller chooses
         otherwise. An earlier offer of the same request is revoked.
@@ -130,12 +133,10 @@ class Prefiller:
         manifest = replace(manifest, lease=number, generation=generation)
         key = new_key()
         sealed = seal(manifest, key)
-        made = Lease(manifest, sealed, key, mode, cache, table, time.monotonic() + self.bounds.lease)
+        made = Lease(manifest, sealed, key, mode, as_groups(cache, table), time.monotonic() + self.bounds.lease)
         if made.map.chunk_count > messages.MAX_CHUNKS:
             raise TooLarge(f"{made.map.chunk_count} chunks, the limit is {messages.MAX_CHUNKS}", remedy="choose a larger chunk size")
-        first = made.map.chunk(0)
-        if chunk_share(manifest, first, cache).nbytes != first.nbytes:
-            raise PagesDoNotFit("the cache lacks layers or kv heads that the manifest names")
+        check_held(manifest, made.groups)
         earlier = self._leases.get(number)
         if earlier is not None:
             self._finish(earlier, StaleGeneration(f"request {manifest.request_id!r} was offered anew"))
@@ -173,21 +174,24 @@ class Prefiller:
                 )
             lease.reserved[index] = extent
 
-    def advance(self, lease: Lease, computed_tokens: int, table: BlockTable | None = None) -> None:
+    def advance(self, lease: Lease, computed_tokens: int, table: BlockTable | Sequence[BlockTable] | None = None) -> None:
         """See Offer.advance."""
-        total = lease.map.manifest.end_token
         with self._lock:
-            lease.table = table or lease.table
+            if table is not None:
+                lease.groups = _with_tables(lease.groups, table)
             lease.deadline = time.monotonic() + self.bounds.lease
         while lease.next_chunk < lease.map.chunk_count:
             chunk = lease.map.chunk(lease.next_chunk)
-            if max(span.end_token for span in chunk.spans) > min(computed_tokens, total):
+            if _needed_tokens(lease.manifest, chunk) > computed_tokens:
                 return
             extent = self._slot_for(lease, chunk.index, chunk.nbytes)
             view = self._memory.bytes()[extent.offset : extent.offset + chunk.nbytes]
             start = time.perf_counter()
             try:
-                self.device.pack(lease.cache, lease.table, chunk_share(lease.manifest, chunk, lease.cache).shares, lease.keys, view)
+                groups, manifest = lease.groups, lease.manifest
+                share = chunk_share(manifest, chunk, [group.cache for group in groups])
+                for number, shares, _ in batches(manifest, share, 0, manifest.end_token):
+                    self.device.pack(groups[number].cache, groups[number].table, shares, lease.keys, view)
             except BaseException as error:
                 self._pool.give_back(extent)
                 failure = error if isinstance(error, HandoffError) else Cancelled(f"packing failed: {error}")
@@ -233,6 +237,14 @@ class Prefiller:
         except StagingFull as error:
             self._finish(lease, error)
             raise
+
+    def wait_claimed(self, lease: Lease) -> None:
+        """See Offer.wait_claimed."""
+        with self._lock:
+            while lease.state is State.OFFERED:
+                self._lock.wait()
+        if lease.error is not None:
+            raise lease.error
 
     def staging(self) -> tuple[int, int]:
         """(bytes in use, budget) of the staging memory."""
@@ -290,6 +302,7 @@ class Prefiller:
                 lease.state = State.CLAIMED
                 lease.deadline = time.monotonic() + self.bounds.lease
                 session.grant(claim.sequence, lease)
+                self._lock.notify_all()
         except HandoffError as error:
             self.counters.add("refused", error.clause)
             session.refuse(claim.sequence, error)
@@ -362,6 +375,9 @@ class Prefiller:
             if session is None:
                 self.counters.add("refused", error.clause)
             self._drop(session, error)
+        except asyncio.CancelledError:
+            # The prefiller is closing; asyncio would log this as a failure of its own.
+            pass
         finally:
             if session is not None:
                 self._sessions -= 1
@@ -424,30 +440,50 @@ class Prefiller:
         self._lock.notify_all()
 
 
+def _with_tables(groups: tuple[CacheGroup, ...], table: BlockTable | Sequence[BlockTable]) -> tuple[CacheGroup, ...]:
+    tables = [table] if isinstance(table, BlockTable) else list(table)
+    if len(tables) != len(groups):
+        raise PagesDoNotFit(f"{len(tables)} block tables were given for {len(groups)} KV groups")
+    return tuple(replace(group, table=one) for group, one in zip(groups, tables, strict=True))
+
+
+def _needed_tokens(manifest: Manifest, chunk: ChunkMap) -> int:
+    """How many tokens must be computed before the chunk can be packed: its own; all, where it has a state."""
+    kinds = [manifest.groups[manifest.layers[span.layer].group].kind for span in chunk.spans]
+    if GroupKind.STATE in kinds:
+        return token_end(manifest)
+    return max((span.end_token for span in chunk.spans), default=0)
+
+
 class Offer:
     """One offered request, as the engine sees it."""
 
     def __init__(self, prefiller: Prefiller, lease: Lease) -> None:
         self._prefiller, self._lease = prefiller, lease
         manifest = lease.manifest
-        self.manifest = manifest
+        self.manifest, self.mode = manifest, lease.mode
         self.ticket = Ticket(prefiller.identity.name, manifest.request_id, manifest.lease, manifest.generation)
 
-    def advance(self, computed_tokens: int, table: BlockTable | None = None) -> None:
+    def advance(self, computed_tokens: int, table: BlockTable | Sequence[BlockTable] | None = None) -> None:
         """Packs every chunk whose tokens are all below `computed_tokens`, and returns when their pages are no longer needed.
 
-        table: the block table as it is now, where it has grown or changed since the offer. In stream mode this waits for the decoder to
-        take earlier chunks. Raises what ended the lease, if something did, and PagesDoNotFit where the table is too short.
+        table: the block table as it is now (with several KV groups, one of each), where it has grown or changed since the offer. In stream
+        mode this waits for the decoder to take earlier chunks. Raises what ended the lease, if something did, and PagesDoNotFit where the
+        table is too short.
         """
         self._prefiller.advance(self._lease, computed_tokens, table)
 
-    async def advance_async(self, computed_tokens: int, table: BlockTable | None = None) -> None:
+    async def advance_async(self, computed_tokens: int, table: BlockTable | Sequence[BlockTable] | None = None) -> None:
         """`advance` for engines that run on an event loop."""
         await asyncio.to_thread(self.advance, computed_tokens, table)
 
     def cancel(self, reason: str = "the prefiller's engine gave the request up") -> None:
         """Revokes the lease; nothing happens if it has ended."""
         self._prefiller.finish(self._lease, Cancelled(reason))
+
+    def wait_claimed(self) -> None:
+        """Waits until a decoder has claimed the payload, at most until the lease runs out. Raises what ended it before that."""
+        self._prefiller.wait_claimed(self._lease)
 
     def wait(self, timeout: float) -> None:
         """Waits until every reader has committed. Raises what ended the lease otherwise, or HandoffTimeout (the lease lives on)."""

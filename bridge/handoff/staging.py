@@ -25,12 +25,14 @@ class StagingPool:
     """First fit over free extents, merged when given back. Safe for several threads.
 
     capacity: bytes of the memory. An extent whose transfer is unfinished is quarantined: it counts as used until its `settled` says that
-    no byte can arrive any more, which is asked whenever room is wanted.
+    no byte can arrive any more, which is asked whenever room is wanted. Raises StagingFull for a budget of less than a page.
     """
 
     def __init__(self, capacity: int) -> None:
+        if capacity < ALIGNMENT:
+            raise StagingFull(f"a staging budget of {capacity} bytes holds nothing", remedy="give some hundred megabytes")
         self.capacity = capacity // ALIGNMENT * ALIGNMENT
-        self._free: list[tuple[int, int]] = [(0, self.capacity)] if self.capacity else []
+        self._free: list[tuple[int, int]] = [(0, self.capacity)]
         self._quarantine: list[tuple[Extent, Callable[[], bool]]] = []
         self._changed = threading.Condition()
 

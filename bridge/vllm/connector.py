@@ -8,7 +8,6 @@ docs/vllm.md describes kv_connector_extra_config. This class only hands vLLM's c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,36 +17,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from bridge.vllm import engine
 from bridge.vllm.config import ConnectorConfig
 from bridge.vllm.orders import StepOrders
 from bridge.vllm.scheduler import SchedulerSide
+from bridge.vllm.stats import BridgePromMetrics, BridgeStats
 from bridge.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-
-@dataclass
-class BridgeStats(KVConnectorStats):
-    """Counters of one engine, added up over its ranks. `data`: name -> count since the start."""
-
-    def reset(self) -> None:
-        self.data.clear()
-
-    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        for name, count in other.data.items():
-            self.data[name] = self.data.get(name, 0) + count
-        return self
-
-    def reduce(self) -> dict[str, int | float]:
-        return dict(self.data)
-
-    def is_empty(self) -> bool:
-        return not self.data
 
 
 class BridgeConnector(KVConnectorBase_V1, SupportsHMA):
@@ -118,6 +99,12 @@ class BridgeConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
         return BridgeStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: VllmConfig, metric_types: dict[Any, Any], labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+    ) -> KVConnectorPromMetrics:
+        return BridgePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         if self._worker is not None:

@@ -14,9 +14,13 @@ Content = tuple[tuple[ContentKind, bytes], ...]
 
 @dataclass(frozen=True)
 class Save:
-    """Pack what is new of a request. block_ids: the engine's blocks so far. computed, total: prompt tokens. codec: "" for the engine's."""
+    """Pack what is new of a request.
+
+    wire_id: its name in the manifest. block_ids: the engine's blocks so far. computed, total: prompt tokens. codec: "" for the engine's.
+    """
 
     request_id: str
+    wire_id: str
     lease: tuple[int, int]
     block_ids: tuple[int, ...]
     computed: int

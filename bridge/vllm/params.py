@@ -5,6 +5,7 @@ The keys that stock routers look at are kept; everything that this connector bel
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from bridge.codecs.errors import UnknownCodec
 from bridge.handoff.errors import BadTicket
 from bridge.handoff.ticket import Ticket
 from bridge.vllm.errors import BadParameters
-from bridge.wire.manifest import MAX_RANKS, MAX_TOKENS
+from bridge.wire.manifest import MAX_RANKS, MAX_REQUEST_ID_BYTES, MAX_TOKENS
 
 KEY = "kvbridge"
 
@@ -78,6 +79,13 @@ def _bounded(own: dict[Any, Any], name: str, limit: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
         raise BadParameters(f"{name} is an integer from 1 to {limit}")
     return value
+
+
+def wire_id(request_id: str) -> str:
+    """The request's name in manifests and tickets: its own, or a digest of it where that is too long or cannot be written as UTF-8."""
+    raw = request_id.encode("utf-8", "surrogatepass")
+    plain = 1 <= len(raw) <= MAX_REQUEST_ID_BYTES and not any("\ud800" <= character <= "\udfff" for character in request_id)
+    return request_id if plain else f"sha256-{hashlib.sha256(raw).hexdigest()}"
 
 
 def for_decoder(ticket: Ticket, tp_size: int, tokens: int, engine_id: str) -> dict[str, Any]:

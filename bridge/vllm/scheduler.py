@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvbridge")
 
-_GOOD_ENDS = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+_GOOD_ENDS = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_REPETITION)
 
 
 class _Prefill:
@@ -34,6 +34,7 @@ class _Prefill:
 
     def __init__(self, request: Request, order: PrefillOrder) -> None:
         self.total = request.num_prompt_tokens
+        self.wire_id = params.wire_id(request.request_id)
         self.lease = (secrets.randbits(64), 1)
         self.content = content_of(request)
         self.codec = order.codec or ""
@@ -52,7 +53,8 @@ def content_of(request: Request) -> Content:
 
 
 def _digest(*texts: str) -> bytes:
-    return hashlib.sha256("\0".join(texts).encode()).digest()
+    # Texts come from clients, whose JSON may hold lone surrogates.
+    return hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).digest()
 
 
 class SchedulerSide:
@@ -61,6 +63,7 @@ class SchedulerSide:
     def __init__(self, config: ConnectorConfig, vllm_config: VllmConfig) -> None:
         self._config = config
         self._engine_id = vllm_config.kv_transfer_config.engine_id or ""
+        self._produces = vllm_config.kv_transfer_config.is_kv_producer
         self._tp_size = vllm_config.parallel_config.tensor_parallel_size
         self._manager: KVCacheManager | None = None
         self._prefills: dict[str, _Prefill] = {}
@@ -76,6 +79,10 @@ class SchedulerSide:
         """Parses the request's parameters; what is wrong with them fails this request alone, later and in words."""
         try:
             order = params.parse(request.kv_transfer_params)
+            if isinstance(order, PrefillOrder) and not self._produces:
+                raise BadParameters(
+                    "this engine hands nothing off", remedy="send prefills to an engine whose kv_role is kv_producer or kv_both"
+                )
             if isinstance(order, PrefillOrder) and order.codec and not self._config.request_codec:
                 raise BadParameters("requests may not choose a codec here", remedy="leave it out, or set request_codec")
         except BadParameters as error:
@@ -128,7 +135,7 @@ class SchedulerSide:
                 prefill = self._prefills[request_id]
                 done = min(computed[request_id] + output.num_scheduled_tokens[request_id], prefill.total)
                 blocks = tuple(self._manager.get_block_ids(request_id)[0])
-                save = Save(request_id, prefill.lease, blocks, done, prefill.total, prefill.content, prefill.codec)
+                save = Save(request_id, prefill.wire_id, prefill.lease, blocks, done, prefill.total, prefill.content, prefill.codec)
                 self._orders.saves.append(save)
         orders, self._orders = self._orders, StepOrders()
         return orders
@@ -146,7 +153,7 @@ class SchedulerSide:
             self._orders.cancelled.append(request_id)
             return False, None
         self._sending.add(request_id)
-        ticket = Ticket(self._config.identity.name, request_id, *prefill.lease)
+        ticket = Ticket(self._config.identity.name, prefill.wire_id, *prefill.lease)
         return True, params.for_decoder(ticket, self._tp_size, prefill.total, self._engine_id)
 
     def heard(self, output: KVConnectorOutput) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Mapping
@@ -15,11 +16,12 @@ from bridge.devices import Device, open_device
 from bridge.errors import KVBridgeError
 from bridge.geometry import manifest_for
 from bridge.handoff import Decoder, Fetch, Mode, Offer, Prefiller, Target
-from bridge.handoff.errors import StagingFull
-from bridge.pages import BlockTable, LayerPages, PagedCache
+from bridge.handoff.errors import Cancelled, StagingFull
+from bridge.pages import BlockTable, PagedCache
 from bridge.transfer.nixl import NixlAgent
 from bridge.vllm import engine
 from bridge.vllm.config import ConnectorConfig
+from bridge.vllm.errors import BadConfiguration, BadParameters
 from bridge.vllm.orders import Load, Save, StepOrders
 from bridge.vllm.params import DecodeOrder
 from bridge.wire import Manifest
@@ -40,6 +42,11 @@ class _Sending:
         self.holding: threading.Thread | None = None
 
     @property
+    def held(self) -> bool:
+        """Whether the payload passes through a ring, straight from the engine's blocks, once the request has finished."""
+        return self.offer is not None and self.offer.mode is Mode.STREAM
+
+    @property
     def done(self) -> bool:
         if self.failed:
             return True
@@ -57,6 +64,8 @@ class WorkerSide:
         self._geometry, self._model = engine.geometry_and_digest(vllm_config)
         self._heads = engine.head_range(self._geometry.kv_heads, self._tp_size, rank)
         self._block_size = vllm_config.cache_config.block_size
+        # What a lossy codec left may enter a prefix cache, where other requests find it, only with the operator's consent.
+        self._lossless = bool(vllm_config.cache_config.enable_prefix_caching) and not config.lossy_prefix_cache
         self.counters = Counters()
         self._cache: PagedCache | None = None
         self._kernel_blocks = 1
@@ -79,6 +88,8 @@ class WorkerSide:
         self._kernel_blocks = self._block_size // kernel_size
         device = self._open_device()
         transfer = self._vllm_config.kv_transfer_config
+        if transfer.is_kv_producer and not self._config.port:
+            raise BadConfiguration("port is missing", remedy="give the prefiller's control channel a port, and tell it to the decoders")
         self._agent = NixlAgent(
             f"{self._config.identity.name}-{self._rank}", transports=self._config.transports, serves=transfer.is_kv_producer
         )
@@ -111,7 +122,7 @@ class WorkerSide:
     # Each step.
 
     def cancel(self, orders: StepOrders) -> None:
-        """Prefills that ended early: their leases are revoked before their blocks are used again."""
+        """Revokes the leases of prefills that ended early. Nothing of them is being packed: only steps pack, and what has finished."""
         for request_id in orders.cancelled:
             sending = self._sending.pop(request_id, None)
             if sending is not None and sending.offer is not None:
@@ -127,18 +138,33 @@ class WorkerSide:
                 continue
             try:
                 if sending.offer is None:
-                    sending.offer = self._offer(save, Mode.PARK)
-                sending.offer.advance(save.computed, self._table(save.block_ids))
-            except StagingFull:
-                # Not lost: the blocks stay until a decoder asks, then pass through a ring.
-                self.counters.add("held")
-            except KVBridgeError as error:
+                    sending.offer = self._park_or_hold(save)
+                if sending.offer is not None and not sending.held:
+                    sending.offer.advance(save.computed, self._table(save.block_ids))
+            except Exception as error:
                 self._fail(sending, save.request_id, error)
 
-    def _fail(self, sending: _Sending, request_id: str, error: KVBridgeError) -> None:
+    def _park_or_hold(self, save: Save) -> Offer | None:
+        """An offer with room for the whole payload. Where staging has none, None until the last token, then one that passes through a ring.
+
+        The second kind holds the engine's blocks. It is offered before the engine answers the router, so no decoder can ask too early.
+        """
+        try:
+            return self._offer(save, Mode.PARK)
+        except StagingFull:
+            if save.computed < save.total:
+                return None
+            offer = self._offer(save, Mode.STREAM)
+            self.counters.add("held")
+            return offer
+
+    def _fail(self, sending: _Sending, request_id: str, error: Exception) -> None:
+        """Only this request fails; the engine goes on."""
         sending.failed = True
-        self.counters.add("send_failed", error.clause)
-        logger.warning("request %s cannot be handed off: %s", request_id, error)
+        if sending.offer is not None:
+            sending.offer.cancel(f"the prefiller could not pack it: {error}")
+        self.counters.add("send_failed", getattr(error, "clause", "internal"))
+        logger.warning("request %s cannot be handed off: %s", request_id, error, exc_info=not isinstance(error, KVBridgeError))
 
     def _offer(self, save: Save, mode: Mode) -> Offer:
         if self._prefiller is None or self._cache is None:
@@ -154,7 +180,7 @@ class WorkerSide:
             self._geometry,
             save.codec or self._config.codec,
             [0] * save.total,
-            save.request_id,
+            save.wire_id,
             model=self._model,
             lease=0,
             chunk_tokens=self._config.chunk_tokens,
@@ -185,23 +211,34 @@ class WorkerSide:
     def load(self, orders: StepOrders) -> None:
         """Starts fetches; returns at once."""
         for order in orders.declined:
-            if self._decoder is not None:
-                for rank in range(order.tp_size):
-                    if self._overlap(order, rank) is not None:
-                        self._decoder.decline(replace(order.ticket, rank=rank), self._model, "the decoder has these tokens already")
+            self._decline(order)
         for load in orders.loads:
             try:
                 self._fetches[load.request_id] = self._start(load)
-            except KVBridgeError as error:
+            except Exception as error:
                 self._failed_loads[load.request_id] = str(error)
-                self.counters.add("load_failed", error.clause)
+                self._load_failed(load.request_id, error)
+
+    def _load_failed(self, request_id: str, error: Exception) -> None:
+        self.counters.add("load_failed", getattr(error, "clause", "internal"))
+        logger.warning("request %s was not received: %s", request_id, error, exc_info=not isinstance(error, KVBridgeError))
+
+    def _decline(self, order: DecodeOrder) -> None:
+        if self._decoder is None:
+            return
+        try:
+            tickets = [replace(order.ticket, rank=rank) for rank in range(order.tp_size) if self._overlap(order, rank) is not None]
+        except KVBridgeError:
+            return  # no prefiller is divided like this, so none waits
+        for ticket in tickets:
+            self._decoder.decline(ticket, self._model, "the decoder does not need this payload")
 
     def _start(self, load: Load) -> list[Fetch]:
         if load.order is None:
-            raise engine.UnsupportedEngine(load.error, remedy="")
-        if self._decoder is None or self._cache is None:
+            raise BadParameters(load.error)
+        if self._decoder is None:
             raise engine.UnsupportedEngine("this engine has no decoder role", remedy="set kv_role to kv_consumer or kv_both")
-        fetches = []
+        wanted = []
         for rank in range(load.order.tp_size):
             overlap = self._overlap(load.order, rank)
             if overlap is None:
@@ -216,9 +253,13 @@ class WorkerSide:
                 content=load.content,
                 reader=reader,
                 readers=readers,
+                lossless=self._lossless,
             )
-            fetches.append(self._decoder.start(replace(load.order.ticket, rank=rank), target))
-        return fetches
+            wanted.append((replace(load.order.ticket, rank=rank), target))
+        if not wanted:
+            raise BadParameters(f"no rank of {load.order.tp_size} holds what this one needs")
+        # Started only when all of them can be: one that nobody knew of would write into blocks that the engine has given to others.
+        return [self._decoder.start(ticket, target) for ticket, target in wanted]
 
     def _overlap(self, order: DecodeOrder, rank: int) -> tuple[int, int, int, int] | None:
         """(first head, heads, reader, readers) of what this rank takes from the prefiller's rank, None for nothing."""
@@ -234,10 +275,9 @@ class WorkerSide:
         """The pages of some of this rank's heads."""
         if self._cache is None:
             raise engine.UnsupportedEngine("the engine has not registered its cache")
-        start = first - self._heads[0]
-        if (start, count) == (0, self._heads[1]):
+        if (first, count) == self._heads:
             return self._cache
-        return PagedCache({index: _some_heads(pages, start, count) for index, pages in self._cache.layers.items()}, first)
+        return self._cache.part(sorted(self._cache.layers), first, count)
 
     def results(self, finished: set[str]) -> tuple[set[str], set[str], set[str]]:
         """(sent, received, failed to receive): each id once. finished: requests that ended since the last step."""
@@ -252,20 +292,19 @@ class WorkerSide:
             del self._sending[request_id]
         received, failed = set(), set(self._failed_loads)
         self._failed_loads.clear()
-        for request_id in [r for r, fetches in self._fetches.items() if all(fetch.done() for fetch in fetches)]:
-            try:
-                for fetch in self._fetches[request_id]:
-                    fetch.result(0)
-            except KVBridgeError as error:
-                failed.add(request_id)
-                self.counters.add("load_failed", error.clause)
-                logger.warning("request %s was not received: %s", request_id, error)
+        for request_id, fetches in list(self._fetches.items()):
+            error = _first_error(fetches)
+            if not all(fetch.done() for fetch in fetches):
+                if error is not None:
+                    # What came from one of the prefiller's ranks is of no use without the others.
+                    for fetch in fetches:
+                        fetch.cancel()
+                continue
             del self._fetches[request_id]
             received.add(request_id)
-        for request_id in failed:
-            # What one rank could not fetch, its others need not go on with.
-            for fetch in self._fetches.get(request_id, ()):
-                fetch.cancel()
+            if error is not None:
+                failed.add(request_id)
+                self._load_failed(request_id, error)
         return sent, received | failed, failed
 
     def _is_sent(self, request_id: str) -> bool:
@@ -277,12 +316,15 @@ class WorkerSide:
         return sending.done
 
     def _hold(self, sending: _Sending, save: Save) -> None:
-        """Serves a payload chunk by chunk straight from the engine's blocks, as its decoder takes them."""
+        """Serves a payload chunk by chunk straight from the engine's blocks, as its decoder takes them.
+
+        Staging is used only once a decoder is there: payloads that wait for theirs would keep it from those that have one.
+        """
         try:
-            if sending.offer is None:
-                sending.offer = self._offer(save, Mode.STREAM)
-            sending.offer.advance(save.total, self._table(save.block_ids))
-        except KVBridgeError as error:
+            if sending.offer is not None:
+                sending.offer.wait_claimed()
+                sending.offer.advance(save.total, self._table(save.block_ids))
+        except Exception as error:
             self._fail(sending, save.request_id, error)
 
     def snapshot(self) -> dict[str, int]:
@@ -295,20 +337,27 @@ class WorkerSide:
         return found
 
     def close(self) -> None:
-        for part in (self._prefiller, self._decoder, self._agent):
-            if part is not None:
-                part.close()
+        """Ends every hand-off; the agent, which both ends use, is closed last."""
+        with contextlib.ExitStack() as stack:
+            for part in (self._agent, self._decoder, self._prefiller):
+                if part is not None:
+                    stack.callback(part.close)
+
+
+def _first_error(fetches: list[Fetch]) -> Exception | None:
+    """What ended those that failed; rather the cause than a cancellation that followed from it."""
+    found: Exception | None = None
+    for fetch in fetches:
+        if fetch.done():
+            try:
+                fetch.result(0)
+            except Exception as error:
+                if found is None or isinstance(found, Cancelled):
+                    found = error
+    return found
 
 
 def _meeting(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int] | None:
     """(first, count) of what two ranges of heads share."""
     first, end = max(a[0], b[0]), min(a[0] + a[1], b[0] + b[1])
     return (first, end - first) if first < end else None
-
-
-def _some_heads(pages: object, start: int, count: int) -> LayerPages:
-    if not isinstance(pages, LayerPages) or pages.value is None:
-        raise engine.UnsupportedEngine("only pages of floats can be divided by heads")
-    axis = 3 if pages.key.dim() == 6 else 2
-    key, value = (side.narrow(axis, start, count) for side in (pages.key, pages.value))
-    return LayerPages(key, value, pages.key_scale, pages.value_scale)

@@ -118,6 +118,7 @@ def report_bad_tags(bad: np.ndarray, span: LayerSpan) -> None:
     if bad.any():
         head, block = np.argwhere(bad)[0]
         raise errors.BadTag(
-            f"{int(bad.sum())} of {bad.size} blocks failed; the first is layer {span.layer} of the payload, kv head {head}, "
+            f"{int(bad.sum())} of the {bad.size} blocks of a layer's chunk failed; the first is of the payload's layer "
+            f"{span.layer}, kv head {head}, "
             f"tokens from {(span.first_block + block) * BLOCK_TOKENS} on"
         )

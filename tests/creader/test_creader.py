@@ -83,6 +83,7 @@ def _compare_values(manifest: Manifest, payload: bytes, data: bytes) -> int:
 
 
 @pytest.mark.timeout(0 if PAYLOADS > 5000 else 300)
+@pytest.mark.slow
 def test_random_payloads_and_mutations():
     reader, seen, sides = load(), Counter(), 0
     for seed in range(FIRST, FIRST + PAYLOADS):

@@ -1,10 +1,13 @@
 """The demonstration as a user runs it: two processes, a real model, real NIXL."""
 
 import json
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -55,7 +58,12 @@ def test_chunks_can_stream():
         (["demo", "--codec", "turboquant_4bit"], "did you mean turboquant_4bit_nc"),
         (["demo", "--tokens", "0"], "between 1 and"),
         (["demo", "--tokens", "many"], "--tokens"),
-        (["demo", "--colour"], "--colour"),
+        (["demo", "--colour"], "kvbridge demo --help"),
+        (["demo", "--port", "99999"], "no port between"),
+        (["demo", "--port", "-1"], "--port"),
+        (["demo", "--device", "cpuu"], "cpu-reference"),
+        (["inspect", "/dev/null"], "no regular file"),
+        (["identity", "name", "--out", "/dev/null"], "not a folder"),
         (["demo", "--prompt-file", "/nowhere/prompt.txt"], "/nowhere/prompt.txt"),
         (["inspect", "/nowhere/file.kvb"], "/nowhere/file.kvb"),
         (["identity", "a b"], "a b"),
@@ -69,6 +77,55 @@ def test_wrong_use_is_one_sentence_and_exit_code_2(arguments, words):
     assert words in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("content", "words"), [(b"\x9e\xff\x00", "not UTF-8"), (b" \n", "prompt is empty")])
+def test_a_prompt_file_that_is_no_prompt(tmp_path, content, words):
+    (tmp_path / "prompt").write_bytes(content)
+    done = kvbridge("demo", "--prompt-file", str(tmp_path / "prompt"), timeout=60)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["inspect", "tests/vectors/small.kvb"]])
+def test_a_reader_that_went_away_or_a_full_disk_is_no_traceback(arguments):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "bridge", *arguments],
+            cwd=ROOT,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            env=environment,
+            text=True,
+            timeout=60,
+        )
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_both_processes_quietly(tmp_path, number):
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bridge", "demo"], cwd=ROOT, stderr=subprocess.PIPE, env=environment, text=True, start_new_session=True
+    )
+    while "starting the decoder process" not in process.stderr.readline():
+        assert process.poll() is None
+    time.sleep(2)
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "Traceback" not in said
+    assert said.splitlines()[-1] == "kvbridge demo: interrupted"
+    assert not list(tmp_path.glob("kvbridge-demo-*")), "private keys are gone"
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
 
 
 @pytest.mark.slow
@@ -87,3 +144,11 @@ def test_the_example_runs():
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[1].split(": ")[1].strip() == lines[2].split(": ")[1].strip(), "raw arrives bit for bit"
+
+
+@pytest.mark.slow
+def test_what_the_readme_shows_runs(tmp_path):
+    block = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "bytes verified and landed" in done.stdout

@@ -17,6 +17,7 @@ from tests.fuzz.run import clauses, run
 MUTATIONS, SEED = 10_000, 2
 
 
+@pytest.mark.slow
 def test_no_mutation_changes_the_meaning():
     found = run(MUTATIONS, SEED)
     assert not found["faults"]

@@ -17,7 +17,7 @@ from tests.handoff.local_agent import LocalAgent
 
 HEADS, HEAD_DIM, LAYERS = 2, 64, 3
 MODEL = bytes(range(32))
-BOUNDS = Bounds(connect=2, claim=2, chunk=2, transfer=2, staging=1, lease=5, heartbeat=0.2, silence=1)
+BOUNDS = Bounds(connect=4, claim=4, chunk=4, transfer=4, staging=2, lease=10, heartbeat=0.5, silence=4)
 
 
 def paged_cache(block_size: int, pages: int, seed: int | None) -> PagedCache:

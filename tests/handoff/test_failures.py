@@ -97,7 +97,7 @@ def test_claimed_twice(pair, source, target):
 
 
 def test_expiry(tmp_path, source, target):
-    pair = Pair(tmp_path, bounds=Bounds(lease=0.3, heartbeat=0.2, silence=1))
+    pair = Pair(tmp_path, bounds=Bounds(lease=0.3, heartbeat=0.5, silence=4))
     offer = parked(pair, source)
     with pytest.raises(errors.LeaseExpired):
         offer.wait(3)
@@ -167,7 +167,7 @@ def test_a_transfer_that_fails(pair, source, target):
 
 
 def test_a_transfer_that_does_not_end_is_quarantined(tmp_path, source, target):
-    pair = Pair(tmp_path, bounds=Bounds(transfer=0.3, heartbeat=0.2, silence=1))
+    pair = Pair(tmp_path, bounds=Bounds(transfer=0.3, heartbeat=0.5, silence=4))
     offer = parked(pair, source)
     pair.agent.gate.clear()
     fetch_fails(pair, offer.ticket, target, TransferTimeout)
@@ -193,7 +193,7 @@ def test_staging_that_is_full_or_too_small(tmp_path, source, target):
 
 
 def test_streaming_without_a_decoder_ends(tmp_path, source):
-    pair = Pair(tmp_path, bounds=Bounds(chunk=0.3, heartbeat=0.2, silence=1))
+    pair = Pair(tmp_path, bounds=Bounds(chunk=0.3, heartbeat=0.5, silence=4))
     offer = pair.prefiller.offer(manifest("r", TOKENS), *source, mode=Mode.STREAM)
     with pytest.raises(errors.HandoffTimeout):
         offer.advance(TOKENS)
@@ -202,7 +202,7 @@ def test_streaming_without_a_decoder_ends(tmp_path, source):
 
 
 def test_a_prefiller_that_never_packs(tmp_path, source, target):
-    pair = Pair(tmp_path, bounds=Bounds(chunk=0.3, heartbeat=0.2, silence=1))
+    pair = Pair(tmp_path, bounds=Bounds(chunk=0.3, heartbeat=0.5, silence=4))
     offer = pair.prefiller.offer(manifest("r", TOKENS), *source)
     fetch_fails(pair, offer.ticket, target, errors.HandoffTimeout)
     with pytest.raises(errors.Refused):
@@ -316,4 +316,26 @@ def test_every_failure_type_has_a_clause_of_its_own():
     clauses = [kind.clause for kind in own]
     assert sorted(clauses) == sorted(set(clauses))
     assert len(all_error_types()) >= len(own)
-    assert BOUNDS.silence < 2
+    assert BOUNDS.silence > BOUNDS.heartbeat
+
+
+def test_what_the_configuration_gets_wrong_is_said(pair, tmp_path):
+    from bridge.handoff import Identity, Prefiller
+    from tests.handoff.local_agent import LocalAgent
+    from tests.handoff.pair import CpuReferenceDevice
+
+    (tmp_path / "no.pem").write_text("nothing")
+    good, key = pair.prefill_identity.certificate, pair.prefill_identity.private_key
+    cases = [
+        (Identity("p", tmp_path / "missing.crt", key), {}, {}, errors.BadIdentity, "missing.crt"),
+        (Identity("p", good, tmp_path / "missing.key"), {}, {}, errors.BadIdentity, "missing.key"),
+        (Identity("p", good, pair.decode_identity.private_key), {}, {}, errors.BadIdentity, "prefill-0.crt"),
+        (pair.prefill_identity, {"d": PeerConfig(tmp_path / "no.pem")}, {}, errors.BadIdentity, "no.pem"),
+        (pair.prefill_identity, {}, {"staging_bytes": 0}, errors.StagingFull, "0 bytes"),
+        (pair.prefill_identity, {}, {"port": 99999}, errors.CannotListen, "99999"),
+    ]
+    for identity, peers, settings, kind, words in cases:
+        agent = LocalAgent()
+        with pytest.raises(kind, match=words):
+            Prefiller(identity, peers, CpuReferenceDevice(), agent, **{"staging_bytes": 1 << 20, **settings})
+        assert agent.registered_bytes() == 0

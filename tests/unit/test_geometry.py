@@ -187,7 +187,8 @@ def test_what_is_no_config(config):
 UNSUPPORTED = {
     "latent attention": ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, "MLA"),
     "a window": ({"sliding_window": 4096}, "sliding windows"),
-    "a window in some layers": ({"layer_types": ["full_attention", "sliding_attention"] * 16, "sliding_window": 4096}, "sliding_attention"),
+    "windows in some layers without a size": ({"layer_types": ["full_attention", "sliding_attention"] * 16}, "sliding_attention"),
+    "index keys beside latents": ({"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_topk": 2048}, "index"),
     "qwen2 with its window on": ({"sliding_window": 8192, "use_sliding_window": True, "max_window_layers": 12}, "sliding windows"),
     "a family that alternates silently": ({"model_type": "gemma2", "head_dim": 256}, "some layers"),
     "linear attention": ({"layer_types": ["linear_attention", "full_attention"] * 16}, "linear_attention"),

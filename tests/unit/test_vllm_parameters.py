@@ -1,0 +1,134 @@
+"""What requests and operators may write for the vLLM connector, without vLLM: one typed refusal for everything that is wrong."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bridge.handoff import Ticket, create_identity
+from bridge.vllm import params
+from bridge.vllm.config import ConnectorConfig
+from bridge.vllm.errors import BadConfiguration, BadParameters
+from bridge.vllm.params import DecodeOrder, PrefillOrder
+
+TICKET = Ticket("prefill-0", "r", 7, 1)
+GOOD = params.for_decoder(TICKET, 2, 300, "engine")
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(codec=None), max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def replaced(tree, path, value):
+    tree = json.loads(json.dumps(tree))
+    inner = tree
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return tree
+
+
+PATHS = [
+    ("do_remote_prefill",),
+    ("do_remote_decode",),
+    ("kvbridge",),
+    ("kvbridge", "ticket"),
+    ("kvbridge", "tp_size"),
+    ("kvbridge", "tokens"),
+]
+PATHS += [("kvbridge", "ticket", key) for key in TICKET.to_dict()]
+
+
+def refused_or_parsed(value):
+    """What was parsed, or the refusal; anything else that is raised fails the test."""
+    try:
+        return params.parse(value)
+    except BadParameters as error:
+        return error
+
+
+def test_what_the_prefiller_gives_is_what_the_decoder_reads():
+    assert params.parse(json.loads(json.dumps(GOOD))) == DecodeOrder(TICKET, 2, 300)
+    assert params.parse({"do_remote_decode": True}) == PrefillOrder(None)
+    assert params.parse({"do_remote_decode": True, "kvbridge": {"codec": "raw"}}) == PrefillOrder("raw")
+    assert params.parse(None) is params.parse({}) is None
+
+
+@settings(max_examples=500, deadline=None)
+@given(values)
+def test_anything_at_all(value):
+    found = refused_or_parsed(value)
+    assert found is None or isinstance(found, PrefillOrder | BadParameters)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.sampled_from(PATHS), values)
+def test_anything_in_one_place(path, value):
+    order = refused_or_parsed(replaced(GOOD, path, value))
+    if isinstance(order, DecodeOrder):
+        assert order.tp_size >= 1
+        assert order.tokens >= 1
+        order.ticket.request_id.encode()
+
+
+@given(st.text(st.characters(codec=None), max_size=400))
+def test_any_request_id_gets_a_name_for_the_wire(request_id):
+    name = params.wire_id(request_id)
+    assert 1 <= len(name.encode()) <= 256
+    assert Ticket.from_dict(Ticket("p", name, 1, 1).to_dict()).request_id == name
+
+
+def test_long_request_ids_stay_apart():
+    assert params.wire_id("r" * 5000) != params.wire_id("r" * 5001)
+    assert params.wire_id("\ud800") != params.wire_id("\ud801")
+    assert params.wire_id("cmpl-1") == "cmpl-1"
+
+
+@pytest.fixture
+def entries(tmp_path):
+    own, peer = create_identity("decode-0", tmp_path), create_identity("prefill-0", tmp_path)
+    return {
+        "name": "decode-0",
+        "certificate": str(own.certificate),
+        "private_key": str(tmp_path / "decode-0.key"),
+        "peers": {"prefill-0": {"certificate": str(peer.certificate), "host": "10.0.0.1", "port": 7700}},
+    }
+
+
+def test_defaults(entries):
+    config = ConnectorConfig.parse(entries)
+    assert (config.codec, config.request_codec, config.lossy_prefix_cache, config.listen) == ("raw", True, False, "127.0.0.1")
+    assert config.peers["prefill-0"].port == 7700
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("stagingbytes", 1, "staging_bytes"),
+        ("codec", "turboquant_k8v5", "turboquant_k8v4"),
+        ("codec_by_layer", {"0": "gzip"}, "gzip"),
+        ("port", 70000, "port"),
+        ("port", "x", "port"),
+        ("staging_bytes", 5, "staging_bytes"),
+        ("chunk_tokens", 100, "multiple of 16"),
+        ("certificate", "/nowhere.crt", "/nowhere.crt"),
+        ("peers", {"prefill-0": {}}, "certificate"),
+        ("peers", {"prefill-0": {"certificate": "x", "adress": "y"}}, "adress"),
+        ("bounds", {"leese": 3}, "leese"),
+        ("lossy_prefix_cache", "perhaps", "lossy_prefix_cache"),
+    ],
+)
+def test_wrong_configurations(entries, key, value, says):
+    with pytest.raises(BadConfiguration) as caught:
+        ConnectorConfig.parse({**entries, key: value})
+    assert says in f"{caught.value.detail} {caught.value.advice}"
+
+
+@pytest.mark.parametrize("key", ["name", "certificate", "private_key", "peers"])
+def test_missing_keys(entries, key):
+    del entries[key]
+    with pytest.raises(BadConfiguration, match=key):
+        ConnectorConfig.parse(entries)

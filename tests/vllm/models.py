@@ -1,0 +1,78 @@
+"""The models of these tests, as Hugging Face folders that vLLM loads: a small one whose output depends on every bit, and SmolLM2."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from bridge.demo.model import default_cache_folder, load_model
+
+VOCABULARY = 512
+
+
+def sensitive_model() -> Path:
+    """Qwen3 of 6 layers, 2 kv heads of 64, random weights of a spread (0.3) at which a wrong key changes the next token. 2.5 MB."""
+    return _made("qwen3-random-6-1", _make_sensitive)
+
+
+def _make_sensitive(folder: Path) -> None:
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=2048,
+        rope_theta=10000.0,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        initializer_range=0.3,
+    )
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct, dequantised to fp32 by the demonstration's loader. 540 MB."""
+    return _made("smollm2-hf-1", _make_smollm2)
+
+
+def _make_smollm2(folder: Path) -> None:
+    load_model()
+    (copy,) = sorted(default_cache_folder().glob("smollm2-135m-instruct-*/"))[-1:]
+    config = json.loads((copy / "config.json").read_text())
+    config["architectures"] = ["LlamaForCausalLM"]
+    (folder / "config.json").write_text(json.dumps(config))
+    os.link(copy / "model.safetensors", folder / "model.safetensors")
+
+
+def _made(name: str, make: object) -> Path:
+    folder = default_cache_folder() / "tests" / name
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        making = Path(tempfile.mkdtemp(dir=folder.parent))
+        make(making)  # type: ignore[operator]
+        try:
+            os.replace(making, folder)
+        except OSError:  # another process was faster
+            shutil.rmtree(making, ignore_errors=True)
+    return folder
+
+
+def prompt(length: int, seed: int = 0, vocabulary: int = VOCABULARY) -> list[int]:
+    """Token ids that repeat nothing and depend on the seed."""
+    state, tokens = (seed * 7919 + 12345) & 0x7FFFFFFF, []
+    for _ in range(length):
+        state = (state * 1103515245 + 12345) & 0x7FFFFFFF
+        tokens.append(3 + (state >> 8) % (vocabulary - 3))
+    return tokens
