@@ -128,14 +128,13 @@ def test_an_interrupt_ends_both_processes_quietly(tmp_path, number):
         os.killpg(process.pid, 0)
 
 
-@pytest.mark.slow
-@pytest.mark.model
 def test_a_busy_port_is_one_sentence():
     with socket.create_server(("127.0.0.1", 0)) as busy:
-        done = kvbridge("demo", "--codec", "raw", "--tokens", "1", "--port", str(busy.getsockname()[1]))
+        port = busy.getsockname()[1]
+        done = kvbridge("demo", "--codec", "raw", "--tokens", "1", "--port", str(port))
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
-    assert f"control port 127.0.0.1:{busy.getsockname()[1]} cannot be opened" in done.stderr.splitlines()[-1]
+    assert f"control port 127.0.0.1:{port} cannot be opened" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.slow

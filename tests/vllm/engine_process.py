@@ -147,7 +147,7 @@ class EngineProcess:
         """Prometheus metrics of this process, kvbridge's and preemptions, by name and labels."""
         found = {}
         for metric in self._llm.get_metrics():
-            if "preemptions" in metric.name:
+            if metric.name == "vllm:num_preemptions":
                 found[metric.name] = metric.value
             elif "kvbridge" in metric.name:
                 labels = ",".join(f"{name}={metric.labels.get(name, '')}" for name in ("side", "event", "clause"))
