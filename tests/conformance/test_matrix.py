@@ -362,6 +362,7 @@ def test_a_described_kind_is_what_its_pages_hold() -> None:
     assert [len({case[axis] for case in sample}) for axis in (1, 3, 4)] == [len(CODECS), len(BLOCK_SIZES), len(SHARD_PAIRS)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(0 if FULL else 300)
 @pytest.mark.parametrize("source", KINDS, ids=lambda kind: kind.name)
 def test_matrix(device: Device, source: Kind) -> None:

@@ -149,6 +149,7 @@ def test_a_payload_of_too_many_blocks():
         assert (python_verdict(data), load().verdict(data)) == (clause, clause)
 
 
+@pytest.mark.slow
 def test_sanitized_program(tmp_path):
     """The command under the address and undefined-behaviour sanitizers: every vector, and mutations, some of them accepted."""
     files, expected = [], []

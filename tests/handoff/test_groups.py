@@ -193,6 +193,7 @@ def test_tables_that_grow_are_given_for_every_group(pair):
 LAYOUTS = {"whole": Layout.of(3, HEADS), "TP 2": Layout.of(3, HEADS, 2), "TP 4": Layout.of(3, HEADS, 4), "PP 3": Layout.of(3, HEADS, 1, 3)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", LAYOUTS)
 @pytest.mark.parametrize("target", LAYOUTS)
 def test_ranks_of_two_layouts(pair, source, target):
