@@ -128,6 +128,7 @@ def test_an_interrupt_ends_both_processes_quietly(tmp_path, number):
         os.killpg(process.pid, 0)
 
 
+@pytest.mark.slow
 def test_a_busy_port_is_one_sentence():
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]

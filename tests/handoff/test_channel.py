@@ -95,6 +95,7 @@ def test_garbage_ends_the_connection(pair, frame):
     assert still_serves(pair)
 
 
+@pytest.mark.slow
 def test_a_silent_peer_is_dropped(pair):
     sock = connect(pair, pair.decode_identity)
     sock.settimeout(5)
@@ -103,6 +104,7 @@ def test_a_silent_peer_is_dropped(pair):
     assert time.monotonic() - start < pair.bounds.connect + 1
 
 
+@pytest.mark.slow
 def test_a_peer_that_sends_one_byte_now_and_then_is_dropped(pair):
     sock = connect(pair, pair.decode_identity)
     body = messages.encode(messages.Hello(messages.PROTOCOL_MAJOR, 0, "local"))

@@ -34,6 +34,7 @@ def test_returns_when_a_decoder_has_claimed(pair):
     assert order == ["claimed"]
 
 
+@pytest.mark.slow
 def test_raises_what_ends_the_lease_first(pair):
     offer = offered(pair)
     threading.Timer(0.2, offer.cancel).start()
