@@ -139,7 +139,7 @@ class Prefiller:
         check_held(manifest, made.groups)
         earlier = self._leases.get(number)
         if earlier is not None:
-            self._finish(earlier, StaleGeneration(f"request {manifest.request_id!r} was offered anew"))
+            self.finish(earlier, StaleGeneration(f"request {manifest.request_id!r} was offered anew"))
         self._reserve(made)
         with self._lock:
             self._leases[number] = made
@@ -195,7 +195,7 @@ class Prefiller:
             except BaseException as error:
                 self._pool.give_back(extent)
                 failure = error if isinstance(error, HandoffError) else Cancelled(f"packing failed: {error}")
-                self._finish(lease, failure)
+                self.finish(lease, failure)
                 raise
             lease.pack_seconds += time.perf_counter() - start
             with self._lock:
@@ -235,7 +235,7 @@ class Prefiller:
         try:
             return self._pool.take(nbytes, self.bounds.staging)
         except StagingFull as error:
-            self._finish(lease, error)
+            self.finish(lease, error)
             raise
 
     def wait_claimed(self, lease: Lease) -> None:
@@ -263,7 +263,7 @@ class Prefiller:
         with self._lock:
             leases = list(self._leases.values())
         for lease in leases:
-            self._finish(lease, Cancelled("the prefiller is shutting down"))
+            self.finish(lease, Cancelled("the prefiller is shutting down"))
         self._loop.run(self._stop_listening(), timeout=5.0)
         self._loop.close()
         self._registration.release()
@@ -408,9 +408,6 @@ class Prefiller:
 
     def finish(self, lease: Lease, error: HandoffError | None) -> None:
         """Ends a lease, once, from any thread."""
-        self._finish(lease, error)
-
-    def _finish(self, lease: Lease, error: HandoffError | None) -> None:
         with self._lock:
             self._end(lease, error)
 
