@@ -10,7 +10,7 @@ What has no shard here, and why:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from bridge.errors import KVBridgeError
@@ -157,6 +157,11 @@ class Layout:
         """What rank number `rank` holds."""
         return Holding(*self.heads[rank % self.tp], *self.stages[rank // self.tp])
 
+    def first_replicas(self) -> tuple[int, ...]:
+        """Of ranks that hold the same, the lowest: what has to be offered when nobody knows yet who will read, and no more."""
+        lowest = {self.holding(rank): rank for rank in reversed(range(self.ranks))}
+        return tuple(sorted(lowest.values()))
+
     def shard(self, rank: int) -> Shard:
         """The rank as it stands in its payload's manifest."""
         return Shard(rank % self.tp, self.tp, rank // self.tp, self.pp)
@@ -222,32 +227,37 @@ class Plan:
         return self.readers[source].index(rank), len(self.readers[source])
 
 
-def plan(prefiller: Layout, decoder: Layout) -> Plan:
+def plan(prefiller: Layout, decoder: Layout, offering: Collection[int] | None = None) -> Plan:
     """What each decoder rank reads from which prefiller rank, so that every head of every layer that it holds is read exactly once.
 
     Of prefiller ranks that hold the same heads, one is read: the one with the fewest readers so far, the first of several. So with equal
     layouts every rank reads from its like, and a hybrid model's states, which need equal layouts, come with the same rank's heads. A read
     takes as many heads as its source has, from the first that is still missing.
-    Raises ShardingError where the two layouts are not of one model.
+    offering: the prefiller's ranks that can be read from; by default all.
+    Raises ShardingError where the two layouts are not of one model, or where what offers lacks a head.
     """
     if (prefiller.layers, prefiller.kv_heads) != (decoder.layers, decoder.kv_heads):
         raise ShardingError(
             f"the prefiller has {prefiller.layers} layers of {prefiller.kv_heads} kv heads, "
             f"the decoder {decoder.layers} of {decoder.kv_heads}"
         )
+    sources = sorted(set(range(prefiller.ranks) if offering is None else offering))
     readers: list[list[int]] = [[] for _ in range(prefiller.ranks)]
     reads = []
     for rank in range(decoder.ranks):
         wanted, found = decoder.holding(rank), []
-        for stage in range(prefiller.pp):
-            sources = range(stage * prefiller.tp, (stage + 1) * prefiller.tp)
+        for stage, (first_layer, end_layer) in enumerate(prefiller.stages):
+            if max(first_layer, wanted.first_layer) >= min(end_layer, wanted.end_layer):
+                continue
+            stage_sources = [source for source in sources if source // prefiller.tp == stage]
             head = wanted.first_head
             while head < wanted.end_head:
-                missing = Holding(head, wanted.end_head, wanted.first_layer, wanted.end_layer)
-                source = min(_holders(prefiller, sources, head), key=lambda s: (-prefiller.holding(s).end_head, len(readers[s]), s))
-                part = prefiller.holding(source).meet(missing)
-                if part is None:
-                    break  # This stage has none of the wanted layers.
+                holders = _holders(prefiller, stage_sources, head)
+                if not holders:
+                    raise ShardingError(f"none of the prefiller's ranks that offer holds kv head {head}")
+                source = min(holders, key=lambda s: (-prefiller.holding(s).end_head, len(readers[s]), s))
+                end_head = min(prefiller.holding(source).end_head, wanted.end_head)
+                part = Holding(head, end_head, max(first_layer, wanted.first_layer), min(end_layer, wanted.end_layer))
                 found.append(Read(source, part))
                 if rank not in readers[source]:
                     readers[source].append(rank)

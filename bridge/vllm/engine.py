@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from bridge.geometry import GeometryError, ModelGeometry, model_digest
 from bridge.pages import LayerPages, PagedCache
+from bridge.sharding import Layout, ShardingError
 from bridge.vllm.errors import UnsupportedEngine
 from bridge.wire import Element
 
@@ -84,22 +85,12 @@ def geometry_and_digest(vllm_config: VllmConfig) -> tuple[ModelGeometry, bytes]:
         raise UnsupportedEngine(error.detail, remedy=error.advice) from None
 
 
-def head_range(total: int, tp_size: int, rank: int) -> tuple[int, int]:
-    """(first kv head, count) of a TP rank: split evenly, or replicated where there are fewer heads than ranks.
-
-    Raises UnsupportedEngine where neither divides the other, as vLLM itself does.
-    """
-    if total % tp_size == 0:
-        count = total // tp_size
-        return rank * count, count
-    if tp_size % total == 0:
-        return rank // (tp_size // total), 1
-    raise UnsupportedEngine(f"{total} kv heads on {tp_size} TP ranks", remedy="choose a TP size that divides them, or is divided by them")
-
-
-def holds_first_replica(total: int, tp_size: int, rank: int) -> bool:
-    """Whether this rank is the one that serves its heads, where several ranks keep the same."""
-    return total >= tp_size or rank % (tp_size // total) == 0
+def layout(geometry: ModelGeometry, tp_size: int) -> Layout:
+    """Which kv heads each TP rank of an engine holds. Raises UnsupportedEngine for a split that vLLM itself refuses."""
+    try:
+        return Layout.of(geometry.layers, geometry.kv_heads, tp_size)
+    except ShardingError as error:
+        raise UnsupportedEngine(error.detail, remedy=error.advice) from None
 
 
 def page_element(tensor: torch.Tensor, cache_dtype: str) -> Element:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +18,7 @@ from bridge.geometry import manifest_for
 from bridge.handoff import Decoder, Fetch, Mode, Offer, Prefiller, Target
 from bridge.handoff.errors import Cancelled, StagingFull
 from bridge.pages import BlockTable, PagedCache
+from bridge.sharding import Holding, plan
 from bridge.transfer.nixl import NixlAgent
 from bridge.vllm import engine
 from bridge.vllm.config import ConnectorConfig
@@ -55,14 +56,24 @@ class _Sending:
         return self.offer is not None and self.offer.packed
 
 
+@dataclass(frozen=True)
+class _Source:
+    """One of the prefiller's ranks, and what this rank takes from it as the reader number `reader` of `readers`."""
+
+    rank: int
+    part: Holding
+    reader: int
+    readers: int
+
+
 class WorkerSide:
     """State of the connector in one worker of the engine (one TP rank)."""
 
     def __init__(self, config: ConnectorConfig, vllm_config: VllmConfig, rank: int) -> None:
         self._config, self._vllm_config, self._rank = config, vllm_config, rank
-        self._tp_size = vllm_config.parallel_config.tensor_parallel_size
         self._geometry, self._model = engine.geometry_and_digest(vllm_config)
-        self._heads = engine.head_range(self._geometry.kv_heads, self._tp_size, rank)
+        self._layout = engine.layout(self._geometry, vllm_config.parallel_config.tensor_parallel_size)
+        self._heads = self._layout.holding(rank).heads
         self._block_size = vllm_config.cache_config.block_size
         # What a lossy codec left may enter a prefix cache, where other requests find it, only with the operator's consent.
         self._lossless = bool(vllm_config.cache_config.enable_prefix_caching) and not config.lossy_prefix_cache
@@ -93,7 +104,7 @@ class WorkerSide:
         self._agent = NixlAgent(
             f"{self._config.identity.name}-{self._rank}", transports=self._config.transports, serves=transfer.is_kv_producer
         )
-        if transfer.is_kv_producer and engine.holds_first_replica(self._geometry.kv_heads, self._tp_size, self._rank):
+        if transfer.is_kv_producer and self._rank in self._layout.first_replicas():
             self._prefiller = Prefiller(
                 self._config.identity,
                 self._config.peers,
@@ -227,57 +238,41 @@ class WorkerSide:
         if self._decoder is None:
             return
         try:
-            tickets = [replace(order.ticket, rank=rank) for rank in range(order.tp_size) if self._overlap(order, rank) is not None]
+            sources = self._sources(order)
         except KVBridgeError:
             return  # no prefiller is divided like this, so none waits
-        for ticket in tickets:
-            self._decoder.decline(ticket, self._model, "the decoder does not need this payload")
+        for source in sources:
+            self._decoder.decline(replace(order.ticket, rank=source.rank), self._model, "the decoder does not need this payload")
 
     def _start(self, load: Load) -> list[Fetch]:
         if load.order is None:
             raise BadParameters(load.error)
         if self._decoder is None:
             raise engine.UnsupportedEngine("this engine has no decoder role", remedy="set kv_role to kv_consumer or kv_both")
+        if self._cache is None:
+            raise engine.UnsupportedEngine("the engine has not registered its cache")
         wanted = []
-        for rank in range(load.order.tp_size):
-            overlap = self._overlap(load.order, rank)
-            if overlap is None:
-                continue
-            first, count, reader, readers = overlap
+        for source in self._sources(load.order):
             target = Target(
-                self._part(first, count),
+                self._cache.part(sorted(self._cache.layers), *source.part.heads),
                 self._table(load.block_ids),
                 self._model,
                 first_token=load.first_token,
                 end_token=load.end_token,
                 content=load.content,
-                reader=reader,
-                readers=readers,
+                reader=source.reader,
+                readers=source.readers,
                 lossless=self._lossless,
             )
-            wanted.append((replace(load.order.ticket, rank=rank), target))
-        if not wanted:
-            raise BadParameters(f"no rank of {load.order.tp_size} holds what this one needs")
+            wanted.append((replace(load.order.ticket, rank=source.rank), target))
         # Started only when all of them can be: one that nobody knew of would write into blocks that the engine has given to others.
         return [self._decoder.start(ticket, target) for ticket, target in wanted]
 
-    def _overlap(self, order: DecodeOrder, rank: int) -> tuple[int, int, int, int] | None:
-        """(first head, heads, reader, readers) of what this rank takes from the prefiller's rank, None for nothing."""
-        total = self._geometry.kv_heads
-        if not engine.holds_first_replica(total, order.tp_size, rank):
-            return None
-        theirs = engine.head_range(total, order.tp_size, rank)
-        takers = [r for r in range(self._tp_size) if _meeting(theirs, engine.head_range(total, self._tp_size, r))]
-        mine = _meeting(theirs, self._heads)
-        return (*mine, takers.index(self._rank), len(takers)) if mine else None
-
-    def _part(self, first: int, count: int) -> PagedCache:
-        """The pages of some of this rank's heads."""
-        if self._cache is None:
-            raise engine.UnsupportedEngine("the engine has not registered its cache")
-        if (first, count) == self._heads:
-            return self._cache
-        return self._cache.part(sorted(self._cache.layers), first, count)
+    def _sources(self, order: DecodeOrder) -> list[_Source]:
+        """What this rank takes from which of the prefiller's ranks. Raises UnsupportedEngine where the prefiller cannot be split so."""
+        theirs = engine.layout(self._geometry, order.tp_size)
+        found = plan(theirs, self._layout, theirs.first_replicas())
+        return [_Source(read.source, read.part, *found.reader(read.source, self._rank)) for read in found.reads[self._rank]]
 
     def results(self, finished: set[str]) -> tuple[set[str], set[str], set[str]]:
         """(sent, received, failed to receive): each id once. finished: requests that ended since the last step."""
@@ -355,9 +350,3 @@ def _first_error(fetches: list[Fetch]) -> Exception | None:
                 if found is None or isinstance(found, Cancelled):
                     found = error
     return found
-
-
-def _meeting(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int] | None:
-    """(first, count) of what two ranges of heads share."""
-    first, end = max(a[0], b[0]), min(a[0] + a[1], b[0] + b[1])
-    return (first, end - first) if first < end else None

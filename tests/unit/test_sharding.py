@@ -33,8 +33,8 @@ def unevenly(heads, tp):
     return list(pairwise(ends))
 
 
-def check(prefiller, decoder):
-    made = plan(prefiller, decoder)
+def check(prefiller, decoder, offering=None):
+    made = plan(prefiller, decoder, offering)
     seen = [set() for _ in range(prefiller.ranks)]
     for rank in range(decoder.ranks):
         wanted = decoder.holding(rank)
@@ -128,6 +128,24 @@ def test_replicas_are_read_once_and_their_readers_shared():
     assert made.reader(1, 3) == (1, 2)
     with pytest.raises(ShardingError, match="reads nothing"):
         made.reader(0, 1)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_first_replicas_are_enough_for_every_decoder(heads):
+    pairs = 0
+    for p, d in product([tp for tp in TPS if possible(heads, tp)], repeat=2):
+        prefiller, decoder = Layout.of(2, heads, p, 2), Layout.of(2, heads, d)
+        offering = prefiller.first_replicas()
+        assert len(offering) == 2 * min(heads, p)
+        made = check(prefiller, decoder, offering)
+        assert all(not ranks for source, ranks in enumerate(made.readers) if source not in offering)
+        pairs += 1
+    assert pairs >= 4
+
+
+def test_what_nobody_offers_is_refused():
+    with pytest.raises(ShardingError, match="kv head 1"):
+        plan(Layout.of(1, 2, 2), Layout.of(1, 2), offering=[0])
 
 
 def test_equal_layouts_read_from_their_like():
