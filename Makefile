@@ -6,7 +6,7 @@ VLLM_VENV := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test quick lint test-gpu vllm-env test-vllm test-vllm-small full fuzz bench clean
+.PHONY: help setup demo test quick lint test-gpu vllm-env test-vllm full fuzz bench clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -28,7 +28,7 @@ lint: $(READY) ## ruff, formatting, types
 	$(BIN)/ruff format --quiet --check .
 	$(BIN)/mypy --no-error-summary
 
-test: lint ## every test that needs no accelerator, samples by seed
+test: lint $(VLLM_READY) ## every test that needs no accelerator, samples by seed
 	$(BIN)/python -m pytest -q -m 'not boots' $(ARGS)
 
 quick: $(READY) ## the inner loop, under 2 minutes: no model, no second process of a model
@@ -51,9 +51,6 @@ vllm-env: $(VLLM_READY) ## a second environment, with vLLM for CPUs: 3 minutes, 
 
 test-vllm: $(READY) $(VLLM_READY) ## two real vLLM engines joined, every case
 	$(BIN)/python -m pytest -q -m vllm tests/vllm $(ARGS)
-
-test-vllm-small: $(READY) $(VLLM_READY) ## the same with one pair of engines, booted once
-	$(BIN)/python -m pytest -q -m 'vllm and not boots' tests/vllm $(ARGS)
 
 full: $(READY) ## the full matrices behind the samples
 	KVBRIDGE_FULL=1 $(BIN)/python -m pytest -q $(ARGS)
