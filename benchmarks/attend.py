@@ -2,7 +2,7 @@
 
 python benchmarks/attend.py                 the issue's table
 python benchmarks/attend.py --all           and other groups, head dims, presets
-python benchmarks/attend.py --sweep         warps and stages
+python benchmarks/attend.py --sweep [WHICH] warps and stages; who reports a stage of slots as read (arrive)
 python benchmarks/attend.py --once planes   one launch of the largest case, for a profiler
 """
 
@@ -24,14 +24,16 @@ from backends.cuda.attend import (
     Pages,
     Workspace,
     attend,
+    configure,
     launch,
     reference,
     slot_bytes,
 )
 
-SWEEP = {  # warps, stages, unroll, hint
-    "planes": ((16, 3, 1, 1), (16, 2, 1, 0), (12, 3, 1, 0)),
-    "slots": ((16, 4, 1, 1), (12, 4, 1, 0)),
+SWEEP = {  # warps, stages, unroll, hint, arrive_all
+    "planes": ((16, 3, 1, 1, 0), (16, 2, 1, 0, 0), (12, 3, 1, 0, 0)),
+    "slots": ((16, 4, 1, 1, 0), (12, 4, 1, 0, 0)),
+    "arrive": ((16, 4, 1, 0, 0), (16, 4, 1, 0, 1)) * 2,  # slots; twice, to see the spread
 }
 COPY = 4.27e12  # bytes a second, read plus write, of a device-to-device copy on this chip
 
@@ -98,7 +100,7 @@ def case(preset, layout, dim, heads, group, batch, tokens, folded=False, config=
     q = torch.randn(batch, heads * group, dim, device="cuda").half()
     out, lse = torch.empty_like(q), torch.empty(batch, heads * group, device="cuda")
     caches = [cache(preset, layout, dim, heads, batch, tokens, folded=folded) for _ in range(sets)]
-    space = Workspace.of(caches[0][0], heads * group, batch)
+    space = Workspace.of(config or configure(preset, layout, dim, heads, group, folded=folded), heads, batch, q.device)
     old, launch.MIN_TILES = launch.MIN_TILES, min_tiles or launch.MIN_TILES
 
     def call(pages, table, parts):
@@ -133,8 +135,8 @@ def sdpa(dim, heads, group, batch, tokens) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name in ("all", "sweep"):
-        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--sweep", nargs="?", const="all", choices=("all", *SWEEP))
     parser.add_argument("--once", choices=("planes", "slots", "folded"))
     parser.add_argument("--no-sdpa", action="store_true")
     args = parser.parse_args()
@@ -159,7 +161,7 @@ def main() -> None:
         note = f"{layout}{' folded' if kw.get('folded') else ''}"
         config = kw.get("config")
         if config:
-            note += f" {config.warps}x{config.stages} u{config.unroll}{' hint' if config.hint else ''}"
+            note += f" {config.warps}x{config.stages} u{config.unroll}{' hint' if config.hint else ''}{' all' if config.arrive_all else ''}"
         if kw.get("ragged"):
             note += " ragged"
         if kw.get("min_tiles"):
@@ -170,13 +172,15 @@ def main() -> None:
         rows.append(line)
 
     if args.sweep:
-        for layout, options in SWEEP.items():
-            pages, _ = cache(name, layout, 128, 4, 1, 16)
-            base = launch.configure(pages, 8, 0.0)
-            for warps, stages, unroll, hint in options:
+        for kind in SWEEP if args.sweep == "all" else (args.sweep,):
+            layout = "slots" if kind == "arrive" else kind
+            base = configure(name, layout, 128, 4, 8)
+            for warps, stages, unroll, hint, every in SWEEP[kind]:
                 for batch in (128, 32, 4):
-                    config = dataclasses.replace(base, warps=warps, stages=stages, unroll=unroll, hint=hint)
+                    config = dataclasses.replace(base, warps=warps, stages=stages, unroll=unroll, hint=hint, arrive_all=every)
                     row(name, layout, 128, 4, 8, batch, 8704, config=config, check=False)
+        if args.sweep != "all":
+            return
         for m in (2, 4, 16):
             row(name, "planes", 128, 4, 8, 4, 8704, min_tiles=m, check=False)
         for tokens in (16, 512):

@@ -11,6 +11,7 @@ from backends.cuda.attend import (  # noqa: E402
     Pages,
     Workspace,
     attend,
+    configure,
     reference,
     slot_bytes,
 )
@@ -67,6 +68,11 @@ def make(preset, layout, dim, heads, lengths, page_tokens=16, folded=False, seed
     return pages, table, torch.tensor(lengths, dtype=torch.int32, device="cuda")
 
 
+def space_of(pages, group, batch, softcap=0.0):
+    config = configure(pages.preset, pages.layout, pages.head_dim, pages.kv_heads, group, softcap=softcap > 0, folded=pages.folded)
+    return Workspace.of(config, pages.kv_heads, batch, pages.data.device)
+
+
 def error(got, want):
     return ((got.double() - want).norm() / want.norm()).item()
 
@@ -76,7 +82,7 @@ def check(pages, table, lengths, group, dtype=torch.float16, spread=1.0, limit=L
     q = (torch.randn(len(lengths), pages.kv_heads * group, pages.head_dim, generator=gen, device="cuda") * spread).to(dtype)
     out = torch.full_like(q, float("nan"))
     lse = torch.full(q.shape[:2], float("nan"), dtype=torch.float32, device="cuda")
-    space = Workspace.of(pages, q.shape[1], len(lengths), options.get("softcap", 0.0))
+    space = space_of(pages, group, len(lengths), options.get("softcap", 0.0))
     space.part.fill_(float("nan"))
     space.ml.fill_(float("nan"))
     attend(q, pages, table, lengths, out=out, lse=lse, workspace=space, **options)
@@ -153,7 +159,7 @@ def test_graph_replay_follows_its_inputs():
     pages, table, lengths = make("turboquant_4bit_nc", "planes", 128, 4, (700, 900, 40))
     q = torch.randn(3, 32, 128, device="cuda").half()
     out, lse = torch.empty_like(q), torch.empty(3, 32, device="cuda")
-    space = Workspace.of(pages, 32, 3)
+    space = space_of(pages, 8, 3)
     attend(q, pages, table, lengths, out=out, lse=lse, workspace=space)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

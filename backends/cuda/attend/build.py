@@ -22,7 +22,7 @@ class BuildError(RuntimeError):
 
 @dataclass(frozen=True)
 class Config:
-    """The macros of attend.cu, in its words."""
+    """The macros of config.cuh, in its words."""
 
     head_dim: int
     key_bits: int
@@ -42,7 +42,7 @@ class Config:
 
 
 class Params(ctypes.Structure):
-    """`struct Params` of attend.cu."""
+    """`struct Params` of config.cuh."""
 
     _fields_ = [
         *((n, ctypes.c_void_p) for n in ("q", "kv", "table", "lens", "part", "ml", "out", "lse", "sinks")),
@@ -62,7 +62,7 @@ def cache_dir() -> Path:
 
 def compile_library(config: Config) -> Path:
     """Path of the shared library for `config`, compiled unless it is in the cache. Raises BuildError."""
-    text = SOURCE.read_bytes() + repr((config, FLAGS)).encode()
+    text = b"".join(part.read_bytes() for part in sorted(SOURCE.parent.glob("*.cu*"))) + repr((config, FLAGS)).encode()
     path = cache_dir() / f"attend_{hashlib.sha256(text).hexdigest()[:20]}.so"
     if path.exists():
         return path

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from .build import Config, Params, load
-from .pages import PRESETS, TILE, Pages, block_bytes
+from .pages import PRESETS, TILE, Pages, block_bytes, check_pages
 from .pages import table as table_of
 
 SHARED_LIMIT = 227 * 1024  # bytes of shared memory a block may have on sm_90
@@ -21,38 +21,35 @@ class AttendError(RuntimeError):
     """CUDA refused a launch; the message carries CUDA's own words."""
 
 
-def configure(pages: Pages, group: int, softcap: float) -> Config:
-    """The build that serves these pages and this many query heads per kv head. ValueError if none does."""
+def configure(preset: str, layout: str, head_dim: int, kv_heads: int, group: int, *, softcap: bool = False, folded: bool = False) -> Config:
+    """The build that serves such pages (see Pages) and this many query heads per kv head. ValueError if none does."""
+    check_pages(preset, layout, head_dim, folded)
     if not 1 <= group <= 16:
         raise ValueError(f"{group} query heads per kv head: 1 to 16 are supported")
-    key, value = PRESETS[pages.preset]
-    slots, heavy = pages.layout == "slots", (2 if group > 8 else 1) * pages.head_dim > 128
-    warps = 8 if heavy else 16
-    heads = pages.kv_heads
-    if heads > 16:
-        raise ValueError(f"{heads} kv heads in one cache: at most 16 are supported, split the cache by heads")
-    warps = max(warps, heads)
-    rings = warps // heads * heads if slots else warps
+    if not 1 <= kv_heads <= 16:
+        raise ValueError(f"{kv_heads} kv heads in one cache: at most 16 are supported, split the cache by heads")
+    key, value = PRESETS[preset]
+    slots, heavy = layout == "slots", (2 if group > 8 else 1) * head_dim > 128
+    warps = max(8 if heavy else 16, kv_heads)
+    rings = warps // kv_heads * kv_heads if slots else warps
     table = 0 if key == 8 else (1 << 2 * key) * 256
     room = SHARED_LIMIT - table - rings * 6 * 16
     most = 4 if slots or heavy else 3  # deeper rings let warps drift apart, and the memory's rows are then visited twice: measured
-    stages = min(most, room // (rings * block_bytes(pages.preset, pages.head_dim)))
-    while slots and stages < 3 and rings > heads:  # a slot ring is shared by the warps of one group: one warp per kv head
-        rings -= heads
+    stages = min(most, room // (rings * block_bytes(preset, head_dim)))
+    while slots and stages < 3 and rings > kv_heads:  # a slot ring is shared by the warps of one group: one warp per kv head
+        rings -= kv_heads
         warps = rings
-        stages = min(most, room // (rings * block_bytes(pages.preset, pages.head_dim)))
-    while not slots and stages < 3 and warps - 4 >= heads:
+        stages = min(most, room // (rings * block_bytes(preset, head_dim)))
+    while not slots and stages < 3 and warps - 4 >= kv_heads:
         warps -= 4
-        stages = min(most, room // (warps * block_bytes(pages.preset, pages.head_dim)))
+        stages = min(most, room // (warps * block_bytes(preset, head_dim)))
     n_tiles = 2 if group > 8 else 1
-    merging = warps // heads * heads * n_tiles * 8 * (pages.head_dim + 2) * 4  # of the groups of one block, in the rings' place
+    merging = warps // kv_heads * kv_heads * n_tiles * 8 * (head_dim + 2) * 4  # of the groups of one block, in the rings' place
     if stages < 2 or table + merging > SHARED_LIMIT:
-        raise ValueError(
-            f"{heads} kv heads of {pages.preset} at head dim {pages.head_dim} do not fit in shared memory: split the cache by heads"
-        )
+        raise ValueError(f"{kv_heads} kv heads of {preset} at head dim {head_dim} do not fit in shared memory: split the cache by heads")
     return Config(
-        head_dim=pages.head_dim, key_bits=key, value_bits=value, slots=int(slots), n_tiles=n_tiles, folded=int(pages.folded),
-        softcap=int(softcap > 0), warps=warps, stages=stages,
+        head_dim=head_dim, key_bits=key, value_bits=value, slots=int(slots), n_tiles=n_tiles, folded=int(folded),
+        softcap=int(softcap), warps=warps, stages=stages, arrive_all=int(slots),
     )  # fmt: skip
 
 
@@ -78,13 +75,11 @@ class Workspace:
     ml: torch.Tensor
 
     @classmethod
-    def of(cls, pages: Pages, query_heads: int, max_batch: int, softcap: float = 0.0) -> Workspace:
-        """Room for any batch up to max_batch of this cache."""
-        config = configure(pages, query_heads // pages.kv_heads, softcap)
-        device = pages.data.device
-        places = _places(config, pages.kv_heads, max_batch, device.index or 0)
+    def of(cls, config: Config, kv_heads: int, max_batch: int, device: torch.device) -> Workspace:
+        """Room for any batch up to max_batch of a cache of `config` (see configure)."""
+        places = _places(config, kv_heads, max_batch, device.index or 0)
         return cls(
-            torch.empty(places, pages.head_dim, dtype=torch.float32, device=device),
+            torch.empty(places, config.head_dim, dtype=torch.float32, device=device),
             torch.empty(places, 2, dtype=torch.float32, device=device),
         )
 
@@ -139,14 +134,11 @@ def attend(
     if batch > MAX_BATCH:
         raise ValueError(f"a batch of {batch}: at most {MAX_BATCH} sequences a call, split it")
     group = query_heads // heads
-    config = config or configure(pages, group, softcap)
+    config = config or configure(pages.preset, pages.layout, pages.head_dim, heads, group, softcap=softcap > 0, folded=pages.folded)
     device = queries.device.index or 0
     blocks, places = _blocks(config, heads, device), _places(config, heads, batch, device)
     if workspace is None:
-        workspace = Workspace(
-            torch.empty(places, dim, dtype=torch.float32, device=queries.device),
-            torch.empty(places, 2, dtype=torch.float32, device=queries.device),
-        )
+        workspace = Workspace.of(config, heads, batch, queries.device)
     elif workspace.part.shape[0] < places:
         raise ValueError("the workspace is too small for this batch: make it with Workspace.of(..., max_batch)")
     out = torch.empty_like(queries) if out is None else out

@@ -65,6 +65,18 @@ def block_bytes(preset: str, head_dim: int) -> int:
     return TILE * slot_bytes(preset, head_dim)
 
 
+def check_pages(preset: str, layout: str, head_dim: int, folded: bool = False) -> None:
+    """Raises ValueError for pages that `attend` cannot read, whatever their size."""
+    if preset not in PRESETS:
+        raise ValueError(f"unknown preset {preset!r}: use one of {', '.join(PRESETS)}")
+    if layout not in ("planes", "slots"):
+        raise ValueError(f"unknown layout {layout!r}: use 'planes' or 'slots'")
+    if head_dim not in (64, 128, 256):
+        raise ValueError(f"head dim {head_dim} is not supported: 64, 128 or 256")
+    if folded and PRESETS[preset][0] == 8:
+        raise ValueError("fp8 keys have no norm to fold: pass folded=False")
+
+
 @dataclass(frozen=True)
 class Pages:
     """One layer's cache.
@@ -84,17 +96,10 @@ class Pages:
     folded: bool = False
 
     def __post_init__(self) -> None:
-        if self.preset not in PRESETS:
-            raise ValueError(f"unknown preset {self.preset!r}: use one of {', '.join(PRESETS)}")
-        if self.layout not in ("planes", "slots"):
-            raise ValueError(f"unknown layout {self.layout!r}: use 'planes' or 'slots'")
-        if self.head_dim not in (64, 128, 256):
-            raise ValueError(f"head dim {self.head_dim} is not supported: 64, 128 or 256")
+        check_pages(self.preset, self.layout, self.head_dim, self.folded)
         blocks = self.page_tokens // TILE
         if self.page_tokens % TILE or blocks < 1 or blocks & (blocks - 1):
             raise ValueError(f"page of {self.page_tokens} tokens: a power of two times 16 is needed")
-        if self.folded and PRESETS[self.preset][0] == 8:
-            raise ValueError("fp8 keys have no norm to fold: pass folded=False")
         slot = slot_bytes(self.preset, self.head_dim)
         shape = tuple(self.data.shape)
         want = (blocks * TILE * slot,) if self.layout == "planes" else (self.page_tokens, -1, slot)
