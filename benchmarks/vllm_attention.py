@@ -1,0 +1,265 @@
+"""The vLLM attention back end on one CUDA device, random weights: time per output token, tokens beside vLLM's own, and its store.
+
+KVBRIDGE_ATTENTION=planes python benchmarks/vllm_attention.py speed turboquant_4bit_nc     this back end, in planes
+KVBRIDGE_ATTENTION=slots  python benchmarks/vllm_attention.py speed turboquant_4bit_nc     in vLLM's slots
+python benchmarks/vllm_attention.py speed {fp8,auto,turboquant_4bit_nc}                   vLLM's own back ends
+python benchmarks/vllm_attention.py tokens OUT.json [--splits N] [--dtype PRESET] [--window W]   a small, sensitive model
+python benchmarks/vllm_attention.py compare A.json B.json ...                              how those differ from the first
+python benchmarks/vllm_attention.py store                                                  no vLLM needed
+python benchmarks/vllm_attention.py ties                                                   why contexts of a token differ; a CPU will do
+
+`speed` is Qwen3-30B-A3B's shape, prompts of 8,192 tokens, decode in CUDA graphs, no inductor. Figures: the last 96 steps of a run of 129
+output tokens, when the whole batch decodes; and the difference between runs of 129 and 33, over 96, which has the prompts' noise in it.
+`tokens` generates greedily from many prompts; contexts are equal up to the first token that differs, and so are compared up to there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_FLASHINFER_SAMPLER="0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+QWEN3_30B = dict(
+    architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768,
+    num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
+    norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[], vocab_size=151936, max_position_embeddings=40960, rms_norm_eps=1e-6,
+    rope_theta=1000000.0, hidden_act="silu", tie_word_embeddings=False, attention_bias=False, torch_dtype="bfloat16", bos_token_id=1,
+    eos_token_id=2, use_sliding_window=False, router_aux_loss_coef=0.001, output_router_logits=False, initializer_range=0.02,
+)  # fmt: skip
+SMALL = dict(  # twelve layers: the first and last two keep a bf16 cache
+    vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=12, num_attention_heads=16, num_key_value_heads=2,
+    head_dim=128, max_position_embeddings=4096, rope_theta=10000.0, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2,
+    pad_token_id=0, initializer_range=0.1,
+)  # fmt: skip
+
+
+def name_of(dtype: str) -> str:
+    return f"{dtype} {os.environ.get('KVBRIDGE_ATTENTION', '') or 'vLLM'}"
+
+
+def engine(path: str, keep: list[str] | None = None, **settings):
+    """keep: parts of vLLM's own back end that stay in ours, to find what a difference comes from."""
+    from backends.cuda.vllm_attention import plugin
+
+    plugin.register()  # an installed package is asked by vLLM itself
+    if keep:
+        from backends.cuda.vllm_attention import backend
+
+        if "prefill" in keep:
+            backend.flash_attention_version = lambda chosen: chosen
+        if "store" in keep:
+            backend.AttendImpl.do_kv_cache_update = backend.stock.TurboQuantAttentionImpl.do_kv_cache_update
+    from vllm import LLM
+
+    began = time.time()
+    llm = LLM(model=path, skip_tokenizer_init=True, dtype="bfloat16", enable_prefix_caching=False, **settings)
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    kinds = [f"{type(layer.impl).__name__}/{layer.kv_cache_dtype}" for layer in layers if hasattr(layer, "impl")]
+    print(f"boot {time.time() - began:.1f} s:", {kind: kinds.count(kind) for kind in sorted(set(kinds))}, flush=True)
+    return llm
+
+
+def speed(dtype: str, batch: int, tokens: int, repeats: int) -> None:
+    from vllm import SamplingParams
+
+    folder = tempfile.mkdtemp()
+    Path(folder, "config.json").write_text(json.dumps(QWEN3_30B))
+    llm = engine(
+        folder, load_format="dummy", kv_cache_dtype=dtype, max_model_len=10240, max_num_seqs=batch, max_num_batched_tokens=16384,
+        gpu_memory_utilization=0.9,
+        compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [batch]},
+    )  # fmt: skip
+    stamps: list[float] = []
+    plain = llm.llm_engine.step
+
+    def step():
+        made = plain()
+        stamps.append(time.perf_counter())
+        return made
+
+    llm.llm_engine.step = step
+
+    def run(count: int) -> float:
+        prompts = [{"prompt_token_ids": [random.randrange(10, 150000) for _ in range(tokens)]} for _ in range(batch)]
+        stamps.clear()
+        began = time.perf_counter()
+        llm.generate(
+            prompts, SamplingParams(temperature=0, max_tokens=count, min_tokens=count, ignore_eos=True, detokenize=False), use_tqdm=False
+        )
+        return time.perf_counter() - began
+
+    run(2)
+    short = min(run(33) for _ in range(repeats))
+    long = min(run(129) for _ in range(repeats))
+    # The engine hands out a step's tokens while the next one runs, so that single steps look uneven; their sum does not.
+    mean = (stamps[-1] - stamps[-97]) / 96 * 1e3
+    median = statistics.median(b - a for a, b in itertools.pairwise(stamps[-97:])) * 1e3
+    print(
+        f"RESULT {name_of(dtype)} batch {batch} x {tokens}: last 96 steps, mean {mean:.2f} ms, median {median:.2f} ms;"
+        f" difference {(long - short) / 96 * 1e3:.2f} ms, 33 tokens {short:.2f} s",
+        flush=True,
+    )
+
+
+def make_small(folder: str, window: int) -> None:
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    extra = dict(use_sliding_window=True, sliding_window=window, max_window_layers=0) if window else {}
+    Qwen3ForCausalLM(Qwen3Config(**SMALL, **extra)).to(torch.bfloat16).save_pretrained(folder)
+
+
+def tokens(out: Path, dtype: str, splits: int, prompts: int, count: int, window: int, keep: list[str]) -> None:
+    from vllm import SamplingParams
+
+    folder = tempfile.mkdtemp()
+    make_small(folder, window)
+    llm = engine(
+        folder, keep, kv_cache_dtype=dtype, max_model_len=2048, max_num_seqs=32, max_num_batched_tokens=512, kv_cache_memory_bytes=1 << 30,
+        gpu_memory_utilization=0.1, attention_config={"tq_max_kv_splits_for_cuda_graph": splits},
+        compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 32]},
+    )  # fmt: skip
+    rng = random.Random(3)  # lengths beyond the 512 tokens of a step: prompts in chunks, and batches of prompts and decodes
+    asked = [{"prompt_token_ids": [rng.randrange(3, 512) for _ in range(rng.choice((1, 7, 100, 500, 900, 1300)))]} for _ in range(prompts)]
+    made = llm.generate(
+        asked, SamplingParams(temperature=0, max_tokens=count, min_tokens=count, ignore_eos=True, detokenize=False, logprobs=2),
+        use_tqdm=False,
+    )  # fmt: skip
+    rows = []
+    for request in made:
+        given = request.outputs[0]
+        best = [sorted(((p.logprob, t) for t, p in step.items()), reverse=True)[:2] for step in given.logprobs]
+        rows.append({"prompt": len(request.prompt_token_ids), "tokens": list(given.token_ids), "best": best})
+    out.write_text(json.dumps({"name": f"{name_of(dtype)} splits {splits} {keep}", "rows": rows}))
+    print("made", out, flush=True)
+
+
+def compare(paths: list[Path]) -> None:
+    """Against the first file, up to the first token that differs, by length of the context: a rounding weighs more in a short one."""
+    first, *others = [json.loads(path.read_text()) for path in paths]
+    print(f"{first['name']}: {len(first['rows'])} prompts of {len(first['rows'][0]['tokens'])} tokens")
+    for other in others:
+        for name, low, high in (("under 100", 0, 100), ("100 and more", 100, 1 << 30)):
+            gaps, margins = [], []
+            for a, b in zip(first["rows"], other["rows"], strict=True):
+                for step, (s, t) in enumerate(zip(a["tokens"], b["tokens"], strict=True)):
+                    inside = low <= a["prompt"] + step < high
+                    if s != t:
+                        margins += [a["best"][step][0][0] - a["best"][step][1][0]] * inside
+                        break
+                    gaps += [abs(a["best"][step][0][0] - b["best"][step][0][0])] * inside
+            gaps.sort()
+            print(
+                f"RESULT {other['name']}, contexts of {name}: {len(gaps)} equal tokens, {len(margins)} prompts part;"
+                f" |difference of log-probabilities| median {statistics.median(gaps):.4f}, 99 % {gaps[len(gaps) * 99 // 100]:.3f},"
+                f" most {gaps[-1]:.3f}; margins where tokens part: median {statistics.median(margins or [0]):.3f}, most"
+                f" {max(margins, default=0):.3f}",
+                flush=True,
+            )
+
+
+def ties() -> None:
+    """What perturbing attention far below any rounding does to the small model's log-probabilities, for a context of one token.
+
+    There attention gives a value as it is decoded, code * scale + zero: a sum on so coarse a grid that one in twenty lies exactly between
+    two bf16 numbers.
+    """
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        make_small(folder, 0)
+        model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    generator, noise, flipped = torch.Generator().manual_seed(1), [0.0], []
+
+    def coded(module, inputs, out):
+        v = out.float().unflatten(-1, (2, 128))
+        zero = v.amin(-1, keepdim=True)
+        scale = ((v.amax(-1, keepdim=True) - zero) / 15).clamp_min(1e-8)
+        exact = ((v - zero) / scale + 0.5).floor() * scale.half().float() + zero.half().float()
+        made = (exact * (1 + noise[0] * torch.randn(exact.shape, generator=generator))).bfloat16()
+        flipped.append((made != exact.bfloat16()).float().mean().item())
+        return made.flatten(-2)
+
+    for layer in model.model.layers[2:-2]:
+        layer.self_attn.v_proj.register_forward_hook(coded)
+    prompts = torch.randint(3, 512, (200, 1), generator=generator)
+    with torch.no_grad():
+        base = model(prompts).logits[:, -1].float().log_softmax(-1).max(-1)
+        for size in (1e-7, 1e-5, 2.3e-4, 1e-3):
+            noise[0] = size
+            flipped.clear()
+            got = model(prompts).logits[:, -1].float().log_softmax(-1)
+            gap = (got.gather(1, base.indices[:, None])[:, 0] - base.values).abs()
+            same = (got.argmax(-1) == base.indices).float().mean().item()
+            print(
+                f"RESULT noise {size:.1e}: {statistics.mean(flipped) * 100:.1f} % of the roundings to bf16 change; |difference of"
+                f" log-probabilities| median {gap.median().item():.3f}, most {gap.max().item():.3f}; {same * 100:.0f} % of the tokens equal"
+            )
+
+
+def store_times() -> None:
+    import torch
+
+    from backends.cuda.attend import slot_bytes
+    from backends.cuda.vllm_attention.store import store
+    from benchmarks.attend import time_graph
+
+    for preset in ("turboquant_4bit_nc", "turboquant_k8v4", "turboquant_3bit_nc"):
+        for count in (32, 256, 16384):
+            cache = torch.zeros(2 * count // 16 + 1, 16, 4, slot_bytes(preset, 128), dtype=torch.uint8, device="cuda")
+            places = torch.randperm(cache.shape[0] * 16, device="cuda")[:count]
+            key, value = torch.randn(count, 40, 128, device="cuda", dtype=torch.bfloat16).split((36, 4), 1)
+            for layout in ("slots", "planes"):
+                call = functools.partial(store, key[:, 32:], value, cache, places, preset, layout)
+                times = {per: time_graph([functools.partial(call, per)] * 20) for per in (1, 2, 4, 8)}
+                print(f"store {preset} {layout} {count} tokens x 4 heads:", {n: round(t, 1) for n, t in times.items()}, "us", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("speed")
+    one.add_argument("dtype")
+    one.add_argument("--batch", type=int, default=32)
+    one.add_argument("--tokens", type=int, default=8192)
+    one.add_argument("--repeats", type=int, default=1)
+    two = commands.add_parser("tokens")
+    two.add_argument("out", type=Path)
+    two.add_argument("--dtype", default="turboquant_4bit_nc")
+    two.add_argument("--splits", type=int, default=32)
+    two.add_argument("--prompts", type=int, default=64)
+    two.add_argument("--count", type=int, default=64)
+    two.add_argument("--window", type=int, default=0)
+    two.add_argument("--keep", nargs="*", default=[], choices=("prefill", "store"))
+    commands.add_parser("compare").add_argument("paths", type=Path, nargs="+")
+    commands.add_parser("store")
+    commands.add_parser("ties")
+    args = parser.parse_args()
+    if args.command == "speed":
+        speed(args.dtype, args.batch, args.tokens, args.repeats)
+    elif args.command == "tokens":
+        tokens(args.out, args.dtype, args.splits, args.prompts, args.count, args.window, args.keep)
+    elif args.command == "compare":
+        compare(args.paths)
+    elif args.command == "ties":
+        ties()
+    else:
+        store_times()
+
+
+if __name__ == "__main__":
+    main()
