@@ -14,10 +14,11 @@ import triton.language as tl
 from backends.kernels import plan
 from backends.kernels.elements import E4M3, from_float
 from backends.kernels.fp8 import decode_e4m3, encode_e4m3
+from backends.kernels.places import chunk_range, page_rows, run_place
 from backends.kernels.plan import Pages, Span, Tuning
 from backends.kernels.rotation import butterfly, butterfly_parts, parts_squared, sum_of_squares
 from backends.kernels.streams import bytes_of_words, codes_of_groups, filled_columns, groups_of_words, word_columns
-from backends.kernels.tags import norm_products, report_tags, sum_blocks, sum_rows, tag_base, tag_products
+from backends.kernels.tags import norm_products, range_tag, report_tags, sum_blocks, sum_rows, tag_products
 from bridge.wire import Element, SlotCodec
 
 RAW = tl.constexpr(1)
@@ -27,18 +28,36 @@ AFFINE = tl.constexpr(4)
 
 
 @triton.jit
-def load_words(data, exists, row_word, plane_word, columns, keys, TB: tl.constexpr, ROW: tl.constexpr, DENSE: tl.constexpr):
-    """A tile of a plane, int32 [16 * TB, W], and its keys, int64. The arguments are those of pack.store_words."""
-    r = tl.arange(0, 16 * TB) % 16
-    index = (plane_word + r * ROW)[:, None] + columns[None, :]
-    if DENSE:
-        words = tl.load(data + (row_word[:, None] + index), mask=exists[:, None], other=0)
-        key = tl.load(keys + 2 + index)
-    else:
-        there = filled_columns(columns.shape[0])
-        words = tl.load(data + (row_word[:, None] + index), mask=exists[:, None] & there, other=0)
-        key = tl.load(keys + 2 + index, mask=there, other=0)
-    return words, key
+def read_words(base, exists, row_word, index, DENSE: tl.constexpr):
+    """A tile of a plane, int32 [16 * TB, W], or of its keys, int64. index: words from the block's beginning; see word_columns for DENSE."""
+    there = exists[:, None]
+    if not DENSE:
+        there = there & filled_columns(index.shape[1])
+    return tl.load(base + (row_word[:, None] + index), mask=there, other=0)
+
+
+@triton.jit
+def read_block(
+    data, exists, row_word, key_index, value_index, r,
+    KEY: tl.constexpr, KEY_DENSE: tl.constexpr, VALUE: tl.constexpr, VALUE_DENSE: tl.constexpr,
+    KEY_SCALAR_PLANE: tl.constexpr, VALUE_SCALAR_PLANE: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """All of a program's blocks: K codes as PARTS tiles, STEP words apart in a row (the unused repeat the first), V codes, scalars."""
+    v = read_words(data, exists, row_word, value_index, VALUE_DENSE)
+    k0 = read_words(data, exists, row_word, key_index, KEY_DENSE)
+    k1, k2, k3 = k0, k0, k0
+    if PARTS > 1:
+        k1 = read_words(data, exists, row_word, key_index + STEP, KEY_DENSE)
+    if PARTS > 2:
+        k2 = read_words(data, exists, row_word, key_index + 2 * STEP, KEY_DENSE)
+        k3 = read_words(data, exists, row_word, key_index + 3 * STEP, KEY_DENSE)
+    pair = tl.zeros(row_word.shape, tl.int32)
+    half = tl.zeros(row_word.shape, tl.int16)
+    if VALUE == AFFINE:
+        pair = tl.load(data + (row_word + VALUE_SCALAR_PLANE + r), mask=exists, other=0)
+    if KEY == CODEBOOK:
+        half = tl.load(data.to(tl.pointer_type(tl.int16)) + (row_word * 2 + 2 * KEY_SCALAR_PLANE + r), mask=exists, other=0)
+    return k0, k1, k2, k3, v, pair, half
 
 
 @triton.jit
@@ -93,10 +112,9 @@ def land_kernel(
     TB: tl.constexpr, PART: tl.constexpr, MATRIX_UNITS: tl.constexpr, WIDE: tl.constexpr, INTEGER_CAST: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(0) % heads
-    tile = tl.program_id(0) // heads
+    block = tl.program_id(0) // heads * TB
     layer = tl.program_id(1)
     chunk = tl.program_id(2)
-    layers = tl.num_programs(1)
 
     T: tl.constexpr = 16 * TB
     KEY_ROW: tl.constexpr = D * KEY_BITS // 32
@@ -107,41 +125,37 @@ def land_kernel(
     KEY_SCALAR_PLANE: tl.constexpr = VALUE_PLANE + 16 * VALUE_ROW
     VALUE_SCALAR_PLANE: tl.constexpr = KEY_SCALAR_PLANE + 8 * KEY_SCALARS
     BLOCK_WORDS: tl.constexpr = VALUE_SCALAR_PLANE + 8 * VALUE_SCALARS
-    PARTS: tl.constexpr = D // PART
+    PARTS: tl.constexpr = D // PART if MATRIX_UNITS else 1
+    PART_WORDS: tl.constexpr = PART * KEY_BITS // 32
+    VALUE_TILE: tl.constexpr = D // 8 if VALUE == AFFINE else VALUE_ROW
+    TILE: tl.constexpr = PART // 8 if MATRIX_UNITS else D // 8
+    KEY_TILE: tl.constexpr = TILE if KEY == CODEBOOK else KEY_ROW
+    value_dense: tl.constexpr = VALUE != AFFINE or VALUE_BITS == 4
+    key_dense: tl.constexpr = KEY != CODEBOOK or KEY_BITS == 4
 
-    start = (first_chunk + chunk) * chunk_tokens
-    lo = tl.maximum(first_token, start)
-    hi = tl.minimum(end_token, start + chunk_tokens)
-    block0 = lo // 16
-    nb = (hi + 15) // 16 - block0
-    block = tile * TB
+    lo, hi, block0, nb = chunk_range(chunk, first_token, end_token, chunk_tokens, first_chunk)
     if block >= nb:
         return
-
-    run = runs + (chunk * layers + layer) * 2
-    run_word = (tl.load(run) // 16 + h.to(tl.int64) * (nb.to(tl.int64) * (BLOCK_WORDS // 4) + (nb + 1) // 2)) * 4
-    ordinal = tl.load(run + 1) + h * nb + block
-    # From here on places are small distances from the tile's own: 32-bit arithmetic, and constants where a program has one block.
-    data = payload.to(tl.pointer_type(tl.int32)) + (run_word + block.to(tl.int64) * BLOCK_WORDS)
-
     t = tl.arange(0, T)
+    r = t % 16
     token = (block0 + block) * 16 + t
     exists = t // 16 < nb - block if TB > 1 else tl.full([T], True, tl.int1)
     write = (token >= tl.maximum(lo, write_first)) & (token < tl.minimum(hi, write_end))
-    if TB == 1 and BLOCK_SIZE % 16 == 0:
-        # The block lies in one page.
-        token0 = (block0 + block) * 16
-        page = tl.load(block_table + token0 // BLOCK_SIZE).to(tl.int64)
-        place = page * page_stride + (token0 % BLOCK_SIZE).to(tl.int64) * token_stride + h.to(tl.int64) * head_stride + origin
-        row = t * token_stride
-    else:
-        page = tl.load(block_table + token // BLOCK_SIZE, mask=write, other=0).to(tl.int64)
-        place = h.to(tl.int64) * head_stride + origin
-        row = page * page_stride + (token % BLOCK_SIZE) * token_stride
+    place, row = page_rows(block_table, (block0 + block) * 16, write, page_stride, token_stride, TB, BLOCK_SIZE)
     row_word = t // 16 * BLOCK_WORDS
-    key_base = anchor + (tl.load(offsets + layer * 2) + place) // ALIGN * ALIGN
-    value_base = anchor + (tl.load(offsets + layer * 2 + 1) + place) // ALIGN * ALIGN
-    r = t % 16
+    bt = block + tl.arange(0, TB)
+    exists_block = bt < nb
+    starts = (block0 + bt) * 16
+    ranges = range_tag(keys, tl.maximum(lo - starts, 0), tl.minimum(hi - starts, 16))
+    key_index = (r * KEY_ROW)[:, None] + word_columns(KEY_TILE, KEY_BITS if KEY == CODEBOOK else 32)[None, :]
+    value_index = (VALUE_PLANE + r * VALUE_ROW)[:, None] + word_columns(VALUE_TILE, VALUE_BITS if VALUE == AFFINE else 32)[None, :]
+
+    if MATRIX_UNITS:
+        hadamard = tl.load(matrix + tl.arange(0, PART)[:, None] * PART + tl.arange(0, PART)[None, :])
+    head_place = place + h.to(tl.int64) * head_stride + origin
+    # The divisions tell the compiler how rows are aligned.
+    key_base = anchor + (tl.load(offsets + layer * 2) + head_place) // ALIGN * ALIGN
+    value_base = anchor + (tl.load(offsets + layer * 2 + 1) + head_place) // ALIGN * ALIGN
     key_page_scale = 1.0
     value_page_scale = 1.0
     if PAGES_SCALED:
@@ -149,44 +163,25 @@ def land_kernel(
         value_page_scale = tl.load(page_scales + layer * 2 + 1)
 
     # Everything that is read is asked for before anything is used.
-    VALUE_TILE: tl.constexpr = D // 8 if VALUE == AFFINE else VALUE_ROW
-    TILE: tl.constexpr = PART // 8 if MATRIX_UNITS else D // 8
-    KEY_TILE: tl.constexpr = TILE if KEY == CODEBOOK else KEY_ROW
-    value_columns = word_columns(VALUE_TILE, VALUE_BITS)
-    value_dense: tl.constexpr = VALUE != AFFINE or VALUE_BITS == 4
-    key_dense: tl.constexpr = KEY != CODEBOOK or KEY_BITS == 4
-    v, value_keys = load_words(data, exists, row_word, VALUE_PLANE, value_columns, keys, TB, VALUE_ROW, value_dense)
-    columns = word_columns(KEY_TILE, KEY_BITS)
-    k0, keys0 = load_words(data, exists, row_word, 0, columns, keys, TB, KEY_ROW, key_dense)
-    k1, keys1, k2, keys2, k3, keys3 = k0, keys0, k0, keys0, k0, keys0
-    if MATRIX_UNITS:
-        step: tl.constexpr = PART * KEY_BITS // 32
-        k1, keys1 = load_words(data, exists, row_word, 0, columns + step, keys, TB, KEY_ROW, key_dense)
-        if PARTS == 4:
-            k2, keys2 = load_words(data, exists, row_word, 0, columns + 2 * step, keys, TB, KEY_ROW, key_dense)
-            k3, keys3 = load_words(data, exists, row_word, 0, columns + 3 * step, keys, TB, KEY_ROW, key_dense)
-        hadamard = tl.load(matrix + tl.arange(0, PART)[:, None] * PART + tl.arange(0, PART)[None, :])
-    pair = tl.zeros([T], tl.int32)
-    half = tl.zeros([T], tl.int16)
-    if VALUE == AFFINE:
-        pair = tl.load(data + (row_word + VALUE_SCALAR_PLANE + r), mask=exists, other=0)
-    if KEY == CODEBOOK:
-        half = tl.load(data.to(tl.pointer_type(tl.int16)) + (row_word * 2 + 2 * KEY_SCALAR_PLANE + r), mask=exists, other=0)
-    bt = block + tl.arange(0, TB)
-    exists_block = bt < nb
-    starts = (block0 + bt) * 16
-    ordinals = ordinal + tl.arange(0, TB)
-    tag = tag_base(keys, masks, ordinals, tl.maximum(lo - starts, 0), tl.minimum(hi - starts, 16), exists_block)
-    tag_word = run_word + nb.to(tl.int64) * BLOCK_WORDS
+    run, run_ordinal = run_place(runs, layer, tl.num_programs(1), chunk, h, nb, BLOCK_WORDS)
+    data = payload.to(tl.pointer_type(tl.int32)) + (run + block.to(tl.int64) * BLOCK_WORDS)
+    k0, k1, k2, k3, v, pair, half = read_block(
+        data, exists, row_word, key_index, value_index, r,
+        KEY, key_dense, VALUE, value_dense, KEY_SCALAR_PLANE, VALUE_SCALAR_PLANE, PART_WORDS, PARTS,
+    )  # fmt: skip
+    tag_word = run + nb.to(tl.int64) * BLOCK_WORDS
+    ordinals = run_ordinal + bt
+    tag = tl.load(masks + ordinals, mask=exists_block, other=0) + ranges
     stored = tl.load(payload.to(tl.pointer_type(tl.int64)) + (tag_word // 2 + bt), mask=exists_block, other=0)
 
-    # Tags.
-    products = tag_products(k0, keys0)
-    if MATRIX_UNITS:
-        products += tag_products(k1, keys1)
-        if PARTS == 4:
-            products += tag_products(k2, keys2) + tag_products(k3, keys3)
-    value_products = tag_products(v, value_keys)
+    # Tags. Keys lie as the first block's words do.
+    products = tag_products(k0, read_words(keys + 2, exists | True, r * 0, key_index, key_dense))
+    if PARTS > 1:
+        products += tag_products(k1, read_words(keys + 2, exists | True, r * 0, key_index + PART_WORDS, key_dense))
+    if PARTS > 2:
+        products += tag_products(k2, read_words(keys + 2, exists | True, r * 0, key_index + 2 * PART_WORDS, key_dense))
+        products += tag_products(k3, read_words(keys + 2, exists | True, r * 0, key_index + 3 * PART_WORDS, key_dense))
+    value_products = tag_products(v, read_words(keys + 2, exists | True, r * 0, value_index, value_dense))
     if KEY_TILE == VALUE_TILE:
         tag += sum_blocks(products + value_products, TB, KEY_TILE)
     else:
@@ -196,7 +191,7 @@ def land_kernel(
         if VALUE == AFFINE:
             rows += tag_products(pair, tl.load(keys + 2 + VALUE_SCALAR_PLANE + r))
         if KEY == CODEBOOK:
-            rows += norm_products(half, r, keys, KEY_SCALAR_PLANE)
+            rows += norm_products(half, r, tl.load(keys + 2 + KEY_SCALAR_PLANE + r // 2))
         tag += sum_rows(rows, TB)
     report_tags(payload, tag_word, stored, exists_block, nb, tag, ordinals, result, block, TB)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -54,7 +55,8 @@ class Slots:
     """Pages of vLLM TurboQuant slots of several layers: uint8 [num_pages, block_size, kv_heads, slot_bytes], one preset.
 
     anchor: the first layer's pages as int16. offsets: int64 [layers] on the device, int16 words from the anchor to each layer.
-    Strides in int16 words. held: the layers' tensors, kept alive.
+    Strides in int16 words. held: the layers' tensors, kept alive. aligned: tokens, pages and layers lie multiples of 4 bytes apart, so
+    that all slots that a program writes begin alike, on such a multiple or 2 bytes past it.
     """
 
     anchor: torch.Tensor
@@ -67,6 +69,7 @@ class Slots:
     heads: int
     head_dim: int
     held: tuple[torch.Tensor, ...] = ()
+    aligned: bool = False
 
     @property
     def layers(self) -> int:
@@ -111,7 +114,10 @@ class Tuning:
     instead of divided by IEEE rules. ties_up: see pack.affine_groups. canonical_nan: see fp8.encode_e4m3.
     wide: matrix products of fp32 operands, for the interpreter.
     integer_cast: round to bf16 by integer arithmetic. registers: at most so many a thread, 0: the compiler's
-    choice (CUDA only). stages: software pipelining depth.
+    choice (CUDA only). steps: kv heads that a program of pack takes one after another, fewer where the launch would have under `fill`
+    programs; stages: how many of them are read ahead, and the one at work. part: order of pack's +-1 matrix, 0: see pack_part.
+    one_layout: words bound for slots are read by the threads that write them.
+    lanes: threads of a warp, 0: the compiler's choice; large_registers: twice the registers for half the threads (both Intel only).
     """
 
     blocks: int = 4
@@ -124,12 +130,32 @@ class Tuning:
     wide: bool = False
     integer_cast: bool = False
     registers: int = 0
+    steps: int = 1
+    part: int = 0
+    fill: int = 1024
+    one_layout: bool = False
+    lanes: int = 0
+    large_registers: bool = False
 
-    def options(self) -> dict[str, int | bool]:
+    def steps_of(self, pairs: int, others: int) -> int:
+        """How many of `pairs` pairs of a layer and a kv head a program of pack takes, where `others` programs share a pair.
+
+        A divisor of `pairs`, at most `steps`, and less where the launch would have fewer than `fill` programs.
+        """
+        steps = math.gcd(pairs, self.steps)
+        while steps > 1 and pairs // steps * others < self.fill:
+            steps = math.gcd(steps, steps // 2)
+        return steps
+
+    def options(self) -> dict[str, int | bool | str]:
         """Triton's launch options."""
-        made: dict[str, int | bool] = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": self.fused}
+        made: dict[str, int | bool | str] = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": self.fused}
         if self.registers:
             made["maxnreg"] = self.registers
+        if self.lanes:
+            made["threads_per_warp"] = self.lanes
+        if self.large_registers:
+            made["grf_mode"] = "large"
         return made
 
 
@@ -192,6 +218,8 @@ def slots_of(layers: Sequence[torch.Tensor], codec: SlotCodec, head_dim: int) ->
     words = first[..., :wanted].view(torch.int16)
     offsets = _distances([layer.data_ptr() for layer in layers], 2, first.device)
     num_pages, block_size, heads, _ = first.shape
+    even_slots = wanted % 4 == 0 and head_stride % 4 == 0
+    aligned = not any(step % 4 for step in (page_stride, token_stride, *(layer.data_ptr() for layer in layers)))
     return Slots(
         anchor=words,
         offsets=offsets,
@@ -203,6 +231,7 @@ def slots_of(layers: Sequence[torch.Tensor], codec: SlotCodec, head_dim: int) ->
         heads=heads,
         head_dim=head_dim,
         held=tuple(layers),
+        aligned=aligned and (even_slots or wanted % 4 == 2),
     )
 
 
@@ -237,9 +266,9 @@ def sylvester(order: int) -> np.ndarray:
     return matrix
 
 
-def pack_part(head_dim: int) -> int:
+def pack_part(head_dim: int, wanted: int = 0) -> int:
     """Order of pack's +-1 matrix on the matrix units; longer vectors are cut into 2 or 4 parts, which a butterfly joins."""
-    return min(64, head_dim // 2)
+    return min(max(wanted or 64, head_dim // 4), head_dim // 2)
 
 
 def land_part(head_dim: int) -> int:

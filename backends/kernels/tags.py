@@ -28,15 +28,23 @@ def sum_rows(products, TB: tl.constexpr):
 
 
 @triton.jit
-def norm_products(half, r, keys, plane: tl.constexpr):
-    """The tag's share of the K scalars: int16 [T], two of which share a word -> int64 [T]."""
-    return ((half.to(tl.int64) & 0xFFFF) << (16 * (r % 2))) * tl.load(keys + 2 + plane + r // 2)
+def norm_products(half, r, key):
+    """The tag's share of the K scalars, two of which share a word: int16 [T] and the keys of their words, int64 [T] -> int64 [T]."""
+    return ((half.to(tl.int64) & 0xFFFF) << (16 * (r % 2))) * key
 
 
 @triton.jit
-def tag_base(keys, masks, ordinal, first, end, exists):
-    """What a tag has beside its words: the block's mask and its valid range. int64 [TB]."""
-    return tl.load(masks + ordinal, mask=exists, other=0) + tl.load(keys + 1) * (first | (end << 8)).to(tl.int64)
+def range_tag(keys, first, end):
+    """A tag's share of the blocks' valid ranges: int32 [TB], within 0 to 16 -> int64 [TB]."""
+    return tl.load(keys + 1) * (first | (end << 8)).to(tl.int64)
+
+
+@triton.jit
+def store_tags(payload, tag_word, exists, nb, tag, block, TB: tl.constexpr):
+    """Stores tags [TB] of blocks `block` to `block + TB` in the tag plane at word `tag_word`, and its padding after the last."""
+    tags = payload.to(tl.pointer_type(tl.int64)) + tag_word // 2
+    tl.store(tags + (block + tl.arange(0, TB)), tag, mask=exists)
+    tl.store(tags + nb, tl.zeros([], tl.int64), mask=(nb % 2 == 1) & (block + TB >= nb))
 
 
 @triton.jit

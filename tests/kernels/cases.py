@@ -24,6 +24,8 @@ FAST = Tuning(blocks=4, warps=4, matrix=True, fused=_GPU, canonical_nan=_GPU, wi
 """What a card runs, where the interpreter can."""
 SINGLE = replace(FAST, blocks=1, warps=1)
 """One block to a program, which has ways of its own."""
+AHEAD = replace(SINGLE, steps=2, stages=2, part=32, fill=1)
+"""Two kv heads to a program, one after another."""
 DTYPES = {Element.BF16: torch.bfloat16, Element.FP16: torch.float16, Element.FP32: torch.float32}
 TURBOQUANT = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
 CODECS = ("raw", "fp8_e4m3", *TURBOQUANT)

@@ -8,7 +8,7 @@ from backends.cpu import reference
 from backends.kernels import plan
 from backends.kernels.land import land_pages
 from bridge.pages import BlockTable, LayerPages, PagedCache
-from bridge.wire import Element
+from bridge.wire import Element, write_tags
 from tests.kernels.cases import CODECS, DEVICE, DTYPES, EXACT, FAST, KEYS, SINGLE, TURBOQUANT, Case, make_case, on_device
 
 POISON = -7.0
@@ -125,12 +125,31 @@ def test_wrong_tag_is_reported(codec: str, place: str) -> None:
     assert result == [1, span.first_ordinal + span.blocks + block, 0]
 
 
-def test_dirty_padding_is_reported() -> None:
-    case = make_case("turboquant_4bit_nc", 64, Element.BF16, end=48, layers=1)
+@pytest.mark.parametrize("codec", ["raw", "turboquant_4bit_nc"])
+@pytest.mark.parametrize("tuning", [EXACT, SINGLE], ids=["two blocks", "one block"])
+def test_dirty_padding_is_reported(codec: str, tuning: plan.Tuning) -> None:
+    """Of each run with an odd number of blocks; the blocks themselves are whole."""
+    case = make_case(codec, 64, Element.BF16, end=48, layers=2)
     payload = case.reference_payload()
-    payload[-1] = 1
-    _, result = landed(case, payload, EXACT, Element.BF16, 0, 48)
-    assert result == [0, plan.NO_ORDINAL, 1]
+    spans = case.spans()[0]
+    for span, head in ((spans[0], 1), (spans[1], 0)):
+        payload[span.offset + (head + 1) * span.run_bytes - 8] = 1
+    _, result = landed(case, payload, tuning, Element.BF16, 0, 48)
+    assert result == [0, plan.NO_ORDINAL, 2]
+
+
+@pytest.mark.parametrize("codec", ["raw", "turboquant_4bit_nc"])
+def test_rows_that_are_not_valid_are_not_written(codec: str) -> None:
+    """Tags may be right over rows outside the valid range that are not zero: those stay outside the pages, as in the reference."""
+    case = make_case(codec, 64, Element.BF16, first=5, end=27, layers=1)
+    payload = case.reference_payload()
+    span = case.spans()[0][0]
+    key_row = case.codec.planes(64)[0].row_bytes
+    payload[span.offset : span.offset + key_row] = 0x31
+    write_tags(payload[span.offset : span.offset + span.nbytes], span, KEYS)
+    pages, result = landed(case, payload, EXACT, Element.BF16, 0, 99)
+    assert result == [0, plan.NO_ORDINAL, 0]
+    assert differing(pages, expected(case, payload, Element.BF16, 0, 99)) == 0
 
 
 @pytest.mark.parametrize("codec", ["fp8_e4m3", "turboquant_k8v4", "turboquant_4bit_nc"])

@@ -1,5 +1,7 @@
 """pack against the reference device: equal bytes, every byte of every run written, none outside."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from backends.kernels import plan
 from backends.kernels.pack import pack_pages
 from bridge.pages import PagesDoNotFit
 from bridge.wire import Element, verify_tags
-from tests.kernels.cases import CODECS, DEVICE, EXACT, FAST, KEYS, SINGLE, TURBOQUANT, Case, differing_codes, make_case, on_device
+from tests.kernels.cases import AHEAD, CODECS, DEVICE, EXACT, FAST, KEYS, TURBOQUANT, Case, differing_codes, make_case, on_device
 
 MARGIN = 256
 
@@ -58,7 +60,7 @@ def test_layouts_and_page_sizes(layout: str, block_size: int) -> None:
 
 @pytest.mark.parametrize("codec", TURBOQUANT[1:])
 @pytest.mark.parametrize(("head_dim", "element"), [(64, Element.BF16), (128, Element.BF16), (128, Element.FP16), (256, Element.FP16)])
-@pytest.mark.parametrize("tuning", [FAST, SINGLE], ids=["four blocks", "one block"])
+@pytest.mark.parametrize("tuning", [FAST, AHEAD], ids=["four blocks", "one block"])
 def test_matrix_units_differ_at_ties_only(codec: str, head_dim: int, element: Element, tuning: plan.Tuning) -> None:
     case = make_case(codec, head_dim, element, first=7, end=60, chunk_tokens=128, layers=1)
     payload = packed(case, tuning)
@@ -67,6 +69,22 @@ def test_matrix_units_differ_at_ties_only(codec: str, head_dim: int, element: El
     vectors = case.heads * 53
     assert codes <= max(1, vectors * head_dim // 50_000)
     assert scalars <= max(1, vectors // 200)
+
+
+@pytest.mark.parametrize("codec", ["fp8_e4m3", "turboquant_4bit_nc"])
+@pytest.mark.parametrize("steps", [1, 2, 3, 6])
+def test_heads_one_after_another(codec: str, steps: int) -> None:
+    """Programs that stay in a layer, that go on to the next, and a run of an odd number of blocks."""
+    case = make_case(codec, 64, Element.BF16, first=5, end=40, layers=2, heads=3)
+    tuning = replace(EXACT, blocks=1, steps=steps, stages=2, fill=1)
+    assert tuning.steps_of(6, 3) == steps
+    assert np.array_equal(packed(case, tuning), case.reference_payload())
+
+
+def test_few_programs_take_fewer_steps() -> None:
+    tuning = replace(EXACT, steps=4, fill=1024)
+    assert [tuning.steps_of(192, others) for others in (4, 8, 16, 64)] == [1, 1, 2, 4]
+    assert tuning.steps_of(6, 10_000) == 2
 
 
 def test_fp8_scales() -> None:

@@ -1,5 +1,7 @@
 """vLLM slots: byte equal to the golden slots' layout, both ways, with tags."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -74,6 +76,44 @@ def test_wrong_tag_is_reported() -> None:
         torch.from_numpy(payload).to(DEVICE), case.keys(), case.masks(), result, EXACT,
     )  # fmt: skip
     assert result.tolist() == [1, span.first_ordinal + 2, 0]
+
+
+@pytest.mark.parametrize("codec", ["turboquant_k8v4", "turboquant_3bit_nc"])
+@pytest.mark.parametrize("heads", [1, 3, 4])
+@pytest.mark.parametrize("shift", [0, 2])
+@pytest.mark.parametrize("one_layout", [False, True])
+def test_slots_at_any_even_address(codec: str, heads: int, shift: int, one_layout: bool) -> None:
+    """Slots that begin on multiples of 4 bytes, between them, and by turns."""
+    case = make_case(codec, 64, Element.BF16, first=3, end=30, layers=1, heads=heads)
+    payload = case.reference_payload()
+    slot, shape = case.codec.slot_bytes(64), (case.num_pages, case.block_size, heads)
+    room = torch.full((case.num_pages * case.block_size * heads * slot + 16,), 0xCD, dtype=torch.uint8, device=DEVICE)
+    pages = room[shift : shift + room.numel() - 16].view(*shape, slot)
+    result = plan.new_result(DEVICE)
+    land_slots(
+        plan.slots_of([pages], case.codec, 64), case.device_table(), case.span, case.codec, heads, case.runs(),
+        torch.from_numpy(payload).to(DEVICE), case.keys(), case.masks(), result, replace(SINGLE, one_layout=one_layout),
+    )  # fmt: skip
+    assert torch.equal(pages, slot_pages(case, slot_rows(case, payload), 0xCD)[0])
+    assert (room[:shift] == 0xCD).all()
+    assert (room[pages.numel() + shift :] == 0xCD).all()
+    assert result.tolist() == [0, plan.NO_ORDINAL, 0]
+
+
+@pytest.mark.parametrize("tuning", [EXACT, SINGLE], ids=["two blocks", "one block"])
+def test_dirty_padding_is_reported(tuning: plan.Tuning) -> None:
+    """Of each run with an odd number of blocks; the blocks themselves are whole."""
+    case = make_case("turboquant_4bit_nc", 64, Element.BF16, end=48, layers=2, heads=2)
+    payload = case.reference_payload()
+    spans = case.spans()[0]
+    for span, head in ((spans[0], 1), (spans[1], 0)):
+        payload[span.offset + (head + 1) * span.run_bytes - 8] = 1
+    result = plan.new_result(DEVICE)
+    land_slots(
+        plan.slots_of(slot_pages(case, {}, 0), case.codec, 64), case.device_table(), case.span, case.codec, case.heads, case.runs(),
+        torch.from_numpy(payload).to(DEVICE), case.keys(), case.masks(), result, tuning,
+    )  # fmt: skip
+    assert result.tolist() == [0, plan.NO_ORDINAL, 2]
 
 
 def test_other_presets_are_refused() -> None:
