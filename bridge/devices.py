@@ -8,13 +8,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
-from typing import Protocol, runtime_checkable
+from inspect import signature
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
 from bridge.errors import KVBridgeError
 from bridge.pages import BlockTable, PagedCache
 from bridge.wire import LayerSpan, SlotCodec, TagKeys
+
+if TYPE_CHECKING:
+    import torch
+
+Buffer: TypeAlias = "np.ndarray | torch.Tensor"
+"""A payload's bytes: u8 [n] of host memory as a NumPy array, or uint8 [n] of a device's own memory as a torch tensor."""
 
 
 class DeviceError(KVBridgeError):
@@ -59,13 +66,20 @@ class SpanShare:
 
 
 class StagingMemory(Protocol):
-    """Host memory that transfers and copies read and write: pinned where the device has a notion of it."""
+    """Memory that transfers and copies read and write: the host's, pinned where the device has a notion of it, or a device's own.
 
+    device, index: where it is, as bridge.transfer.agent.Memory says it: "cpu", or a device type and the ordinal.
+    """
+
+    @property
+    def device(self) -> str: ...
+    @property
+    def index(self) -> int: ...
     @property
     def address(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
-    def bytes(self) -> np.ndarray:
+    def bytes(self) -> Buffer:
         """u8 [nbytes], a view."""
         ...
 
@@ -80,10 +94,14 @@ class Device(Protocol):
         """One sentence: what this device is. Raises DeviceError, with what is missing, where it cannot work."""
         ...
 
-    def allocate_staging(self, nbytes: int) -> StagingMemory: ...
+    def allocate_staging(self, nbytes: int) -> StagingMemory:
+        """Host memory."""
+        ...
 
-    def pack(self, cache: PagedCache, table: BlockTable, shares: Sequence[SpanShare], keys: TagKeys, out: np.ndarray) -> None:
-        """Writes the runs of `shares`, tags included, into `out` (u8): every byte of every run, and none outside.
+    def pack(self, cache: PagedCache, table: BlockTable, shares: Sequence[SpanShare], keys: TagKeys, out: Any) -> None:
+        """Writes the runs of `shares`, tags included, into `out` (a Buffer): every byte of every run, and none outside.
+
+        Every device takes host memory; a DeviceWithMemory takes its own as well.
 
         Raises PagesDoNotFit.
         """
@@ -95,15 +113,43 @@ class Device(Protocol):
         table: BlockTable,
         shares: Sequence[SpanShare],
         keys: TagKeys,
-        data: np.ndarray,
+        data: Any,
         write_first: int,
         write_end: int,
     ) -> None:
-        """Verifies whole blocks of `data` (u8), then writes their tokens within [write_first, write_end) into the pages.
+        """Verifies whole blocks of `data` (a Buffer), then writes their tokens within [write_first, write_end) into the pages.
 
         Raises BadTag or DirtyPadding (nothing of the failing share is written) and PagesDoNotFit.
         """
         ...
+
+
+@runtime_checkable
+class DeviceWithMemory(Device, Protocol):
+    """A device whose pages are in memory of its own, and whose work is queued: what it offers beside.
+
+    memory: its type as transfer agents name it, such as "cuda". `pack` and `land` also take after=, a mark of the engine's.
+    """
+
+    memory: str
+    index: int
+
+    def allocate_memory(self, nbytes: int) -> StagingMemory:
+        """Staging in the device's own memory. Raises DeviceError where there is not enough."""
+        ...
+
+    def attach(self) -> None:
+        """Makes the device the calling thread's, for transfer libraries that ask for that."""
+        ...
+
+    def mark(self) -> object:
+        """The point that the engine's work has reached on the calling thread's queue."""
+        ...
+
+
+def engine_order(device: Device) -> dict[str, Any]:
+    """What to give `pack` or `land` from another thread, so that they begin after what the calling thread's engine has queued by now."""
+    return {"after": device.mark()} if isinstance(device, DeviceWithMemory) else {}
 
 
 ENTRY_POINTS = "kvbridge.devices"
@@ -115,8 +161,16 @@ def device_names() -> list[str]:
 
 
 def open_device(name: str) -> Device:
-    """The registered backend of this name. Raises UnknownDevice, or the backend's own DeviceError where its packages are missing."""
+    """The registered backend of this name, such as "cpu" or "cuda"; with ":1" behind it, the second device of that kind.
+
+    Raises UnknownDevice, or the backend's own DeviceError where its packages or the device are missing.
+    """
+    kind, _, ordinal = name.partition(":")
     for point in entry_points(group=ENTRY_POINTS):
-        if point.name == name:
-            return point.load()()
+        if point.name == kind and (not ordinal or ordinal.isdecimal()):
+            made = point.load()
+            if not ordinal:
+                return made()
+            if "index" in signature(made).parameters:
+                return made(int(ordinal))
     raise UnknownDevice(f"no device named {name!r} is installed", remedy=f"the installed ones are {', '.join(device_names())}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
 
 class KVBridgeError(Exception):
@@ -19,6 +19,12 @@ class KVBridgeError(Exception):
         self.detail = detail.rstrip(".")
         self.advice = (remedy if remedy is not None else self.remedy).rstrip(".")
         super().__init__(self.detail + ("; " + self.advice if self.advice else ""))
+
+    def anew(self) -> Self:
+        """The same failure, to be kept or raised again: without the traceback, and so without the frames and pages that it refers to."""
+        made = type(self).__new__(type(self), *self.args)
+        made.__dict__.update(self.__dict__)
+        return made
 
 
 def all_error_types(root: type[KVBridgeError] = KVBridgeError) -> dict[str, type[KVBridgeError]]:

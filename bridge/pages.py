@@ -290,6 +290,11 @@ class BlockTable:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_array", np.asarray(self.pages, dtype=np.int64))
 
+    @property
+    def array(self) -> np.ndarray:
+        """int64: the page ids."""
+        return self._array
+
     @classmethod
     def of_state(cls, page: int, end_token: int) -> BlockTable:
         """The table of a state that has seen tokens [0, end_token): it lies in page `page` of its OpaquePages."""

@@ -9,8 +9,10 @@ MARKERS = {
     "model": "loads the real language model",
     "cuda": "needs an NVIDIA GPU",
     "xpu": "needs an Intel GPU",
+    "xpu_emulated": "needs the environment of the emulated XPU (make xpu-env)",
     "vllm": "starts vLLM engines; needs an environment with vLLM (make vllm-env)",
     "boots": "starts engines of further configurations: 20 seconds to two minutes each",
+    "netns": "needs network namespaces: root, ip and tc",
     "avx512": "needs a processor with AVX-512 or AMX",
 }
 
@@ -24,18 +26,22 @@ def _absent() -> set[str]:
     """Markers of hardware, or of an environment, that this machine does not have."""
     import torch
 
+    from backends.xpu.environment import find_environment
+    from benchmarks.links import why_not
     from tests.vllm.engine import vllm_python
 
     present = {
         "cuda": torch.cuda.is_available(),
         "xpu": hasattr(torch, "xpu") and torch.xpu.is_available(),
+        "xpu_emulated": find_environment() is not None,
         "vllm": vllm_python() is not None,
+        "netns": why_not() is None,
     }
     return {name for name, there in present.items() if not there}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    hardware = {name for name in ("cuda", "xpu", "vllm") for item in items if item.get_closest_marker(name)}
+    hardware = {name for name in ("cuda", "xpu", "xpu_emulated", "vllm", "netns") for item in items if item.get_closest_marker(name)}
     absent = hardware and _absent() & hardware
     if absent:
         out = [item for item in items if any(item.get_closest_marker(name) for name in absent)]

@@ -20,6 +20,9 @@ from bridge.wire import TagKeys
 class HostMemory:
     """Anonymous pages of host memory, zero at first."""
 
+    device = "cpu"
+    index = 0
+
     def __init__(self, nbytes: int) -> None:
         self._map = mmap.mmap(-1, nbytes)
         self._bytes = np.frombuffer(self._map, np.uint8)

@@ -1,7 +1,7 @@
 """Hand a real model's KV cache to a second process and decode there.
 
-SmolLM2-135M prefills the prompt in this process. Its KV cache crosses to a second process over NIXL, once for each codec, and the second
-process decodes greedily from what it received. Exit code 0 only if every codec's tokens equal those of decoding locally from a cache that
+SmolLM2-135M prefills the prompt in this process. Its KV cache crosses to a second process, once for each codec, and the second process
+decodes greedily from what it received. Exit code 0 only if every codec's tokens equal those of decoding locally from a cache that
 went through the reference encoder and decoder; for raw, those of decoding without any hand-off.
 """
 
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from bridge.codecs import CODECS, declared
 from bridge.demo.errors import BadPrompt
+from bridge.transfer.choose import KINDS
 
 REPEAT_SECONDS = 5.0
 
@@ -52,7 +53,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--port", type=port_number, default=0, help="control port of the prefiller (default: any free one)")
     command.add_argument("--keep", type=Path, metavar="FOLDER", help="also pack each payload into FOLDER/CODEC.kvb (replaced if it exists)")
+    command.add_argument("--agent", choices=KINDS, default="nixl", help="what carries the bytes; stream is TLS (default: nixl)")
     command.add_argument("--device", default="cpu", metavar="NAME", help="what packs and lands: cpu, or cpu-reference (default: cpu)")
+    command.add_argument("--prefiller", metavar="NAME", help="what packs, where it is another device than --device, such as xpu-emulated")
     command.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
@@ -78,7 +81,9 @@ def run(options: argparse.Namespace) -> int:
         mode=options.mode,
         port=options.port,
         keep=options.keep,
-        device=options.device,
+        device=options.prefiller or options.device,
+        decoder_device=options.device,
+        agent=options.agent,
     )
     result = handoff.demonstrate(settings, progress)
     if options.json:

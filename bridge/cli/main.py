@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from types import FrameType
 
 from bridge import __version__
-from bridge.cli import demo, identity, inspect
+from bridge.cli import demo, doctor, identity, inspect
 from bridge.errors import KVBridgeError
 
-COMMANDS = (demo, inspect, identity)
+COMMANDS = (demo, inspect, identity, doctor)
 USAGE_ERROR = 2
 
 

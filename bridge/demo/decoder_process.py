@@ -18,21 +18,23 @@ class Receiver:
     def __init__(self, threads: int, block_size: int, device: str) -> None:
         from bridge.demo.model import load_model
         from bridge.devices import open_device
-        from bridge.transfer.nixl import NixlAgent
 
         self._block_size = block_size
         self._model = load_model(threads=threads)
-        self._agent = NixlAgent(f"kvbridge-demo-decoder-{os.getpid()}", serves=False)
+        self._agent: Any = None
         self._device = open_device(device)
         self._decoder: Any = None
 
     def open(self, order: dict[str, Any]) -> dict[str, Any]:
         """Connects to the prefiller that the order names."""
         from bridge.handoff import Decoder, Identity, PeerConfig
+        from bridge.transfer.choose import open_agent
 
         identity = Identity(order["name"], Path(order["certificate"]), Path(order["private_key"]))
         peer = PeerConfig(Path(order["peer_certificate"]), order["host"], order["port"])
-        self._decoder = Decoder(identity, {order["peer"]: peer}, self._device, self._agent, staging_bytes=order["staging_bytes"])
+        peers = {order["peer"]: peer}
+        self._agent = open_agent(order["agent"], f"kvbridge-demo-decoder-{os.getpid()}", identity=identity, peers=peers, serves=False)
+        self._decoder = Decoder(identity, peers, self._device, self._agent, staging_bytes=order["staging_bytes"])
         return {"pid": os.getpid()}
 
     def fetch(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -57,8 +59,9 @@ class Receiver:
         }
 
     def close(self, order: dict[str, Any]) -> dict[str, Any]:
-        if self._decoder is not None:
-            self._decoder.close()
+        if self._decoder is None:
+            return {"registered": 0}
+        self._decoder.close()
         self._agent.close()
         return {"registered": self._agent.registered_bytes()}
 

@@ -92,6 +92,8 @@ class Settings:
     port: int
     keep: Path | None
     device: str
+    decoder_device: str
+    agent: str
 
 
 def demonstrate(settings: Settings, progress: Callable[[str], None]) -> Demonstration:
@@ -99,7 +101,8 @@ def demonstrate(settings: Settings, progress: Callable[[str], None]) -> Demonstr
     from bridge.demo.model import find_weights
     from bridge.devices import open_device
     from bridge.handoff import PeerConfig, Prefiller, create_identity
-    from bridge.transfer.nixl import NixlAgent
+    from bridge.handoff.bounds import Bounds
+    from bridge.transfer.choose import open_agent
 
     if settings.prompt is not None and not settings.prompt.strip():
         raise BadPrompt("the prompt is empty", remedy="give it some text")
@@ -110,13 +113,15 @@ def demonstrate(settings: Settings, progress: Callable[[str], None]) -> Demonstr
     with contextlib.ExitStack() as cleanup:
         folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="kvbridge-demo-")))
         identities = create_identity("prefiller", folder), create_identity("decoder", folder)
-        agent = NixlAgent(f"kvbridge-demo-prefiller-{os.getpid()}")
-        cleanup.callback(agent.close)
         peers = {"decoder": PeerConfig(identities[1].certificate)}
-        prefiller = Prefiller(identities[0], peers, device, agent, staging_bytes=STAGING_BYTES, port=settings.port)
+        agent = open_agent(settings.agent, f"kvbridge-demo-prefiller-{os.getpid()}", identity=identities[0], peers=peers, serves=True)
+        cleanup.callback(agent.close)
+        # An emulated device may compile for minutes between an offer and the decoder's claim.
+        patient = Bounds(lease=600)
+        prefiller = Prefiller(identities[0], peers, device, agent, staging_bytes=STAGING_BYTES, port=settings.port, bounds=patient)
         cleanup.callback(prefiller.close)
         progress("starting the decoder process; both processes load SmolLM2-135M")
-        second = SecondProcess(settings.block_sizes[1], settings.device)
+        second = SecondProcess(settings.block_sizes[1], settings.decoder_device)
         cleanup.callback(second.end)
         return _Run(settings, prefiller, device, second, identities, progress).result()
 
@@ -178,6 +183,7 @@ class _Run:
             host="127.0.0.1",
             port=self._prefiller.port,
             staging_bytes=STAGING_BYTES,
+            agent=settings.agent,
         )
         rows: list[Row] = []
         answer: dict[str, Any] = {}
@@ -193,7 +199,7 @@ class _Run:
             layers=self._model.geometry.layers,
             block_sizes=settings.block_sizes,
             mode=settings.mode,
-            device=f"{self._device.name} ({self._device.probe()})",
+            device=f"{self._device.name} ({self._device.probe()}), decoder: {self._settings.decoder_device}",
             transports=answer["transports"],
             processes=(os.getpid(), self._second.pid),
             rows=tuple(rows),

@@ -4,7 +4,8 @@ from bridge.handoff.bounds import Bounds
 from bridge.handoff.decoder import Decoder, Fetch, Received, Target
 from bridge.handoff.identity import Identity, PeerConfig, create_identity
 from bridge.handoff.lease import Mode
-from bridge.handoff.prefiller import Offer, Prefiller
+from bridge.handoff.offer import Offer
+from bridge.handoff.prefiller import Prefiller
 from bridge.handoff.ticket import Ticket
 
 __all__ = [

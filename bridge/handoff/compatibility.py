@@ -39,6 +39,7 @@ def check_fits(
     missing = sorted({index for group in groups for index in group.cache.layers} - set(offered))
     if missing:
         raise LayersMissing(f"the payload lacks layers {missing[:8]}, which this decoder needs")
+    checked: set[tuple[int, ...]] = set()
     for held in groups:
         for index, pages in held.cache.layers.items():
             layer = offered[index]
@@ -51,9 +52,14 @@ def check_fits(
                         f"layer {index} is {coding.kind.name.lower()} of {coding.row_bytes} bytes a row in the payload, "
                         f"{side.coding.kind.name.lower()} of {side.coding.row_bytes} here, or of another meaning"
                     )
-            check_tables(codec, group.head_dim)
-            # Refuses a short or wild block table before anything is transferred.
-            held.table.locate(*written_range(group, first_token, end_token), pages.sides[0].num_pages)
+            # Layers are mostly alike, and these are dear: once for each kind. A short or wild block table is refused before anything is
+            # transferred.
+            tables, rows = (layer.codec, layer.group), (id(held), layer.group, pages.sides[0].num_pages)
+            if tables not in checked:
+                check_tables(codec, group.head_dim)
+            if rows not in checked:
+                held.table.locate(*written_range(group, first_token, end_token), pages.sides[0].num_pages)
+            checked |= {tables, rows}
 
 
 def _check_heads(group: Group, index: int, pages: LayerDescription, first_head: int) -> None:

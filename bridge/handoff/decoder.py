@@ -6,33 +6,41 @@ import asyncio
 import concurrent.futures
 import contextlib
 import ssl
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
+from typing import Any
 
 from bridge.counters import Counters
-from bridge.devices import Device
+from bridge.devices import Device, DeviceWithMemory, engine_order
 from bridge.errors import KVBridgeError
 from bridge.handoff import messages
 from bridge.handoff.bounds import Bounds, Observer, ignore
 from bridge.handoff.channel import Channel
 from bridge.handoff.compatibility import check_fits, check_lossless, check_ticket
-from bridge.handoff.errors import Cancelled, CannotConnect, HandoffError, HandoffTimeout, PeerLost, PeerUnknown, ProtocolError, StagingFull
+from bridge.handoff.errors import (
+    Cancelled,
+    CannotConnect,
+    HandoffError,
+    HandoffTimeout,
+    PeerLost,
+    PeerUnknown,
+    ProtocolError,
+    StagingDiffers,
+    as_failure,
+)
 from bridge.handoff.identity import Identity, PeerConfig, PinnedPeers, client_context
 from bridge.handoff.link import Claimed, Link, Receiving
 from bridge.handoff.loop import Job, LoopThread
-from bridge.handoff.staging import Extent, StagingPool
+from bridge.handoff.move import Move, Resources, Wanted
+from bridge.handoff.staging import Staging, StagingPool, Where
 from bridge.handoff.ticket import Ticket
 from bridge.pages import BlockTable, CacheGroup, PagedCache
-from bridge.shares import ChunkShare, as_groups, batches, chunk_share, token_end
-from bridge.transfer.agent import Agent, Memory, ReadRange, Transfer
+from bridge.shares import as_groups, token_end
+from bridge.transfer.agent import Agent
 from bridge.transfer.errors import TransferTimeout
-from bridge.wire import ContentKind, Manifest, PayloadMap, TagKeys, open_sealed
-
-_BUSY_POLL_SECONDS = 0.002
-_POLL_INTERVAL = 0.0002
+from bridge.wire import ContentKind, Manifest, TagKeys, open_sealed
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,14 @@ class Fetch:
     def done(self) -> bool:
         return self._job.future.done()
 
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Calls back when it is done, or at once if it is: from any thread, so the callback must be quick and must not wait."""
+        self._job.future.add_done_callback(lambda _: callback())
+
+    def failure(self) -> BaseException | None:
+        """What a hand-off that is done has failed by; None where it has committed."""
+        return self._job.future.exception(0)
+
     def cancel(self) -> None:
         """Gives the hand-off up; it is done, and the pages are the engine's again, when `result` raises (Cancelled, as a rule)."""
         self._job.cancel()
@@ -99,7 +115,9 @@ class Decoder:
         received = decoder.fetch(ticket, Target(cache, table, model_digest))
 
     identity, peers: this host's certificate, and the prefillers with their addresses; a ticket can name no other. device: what lands.
-    agent: what carries the bytes. staging_bytes: the budget of host memory for payloads that are arriving.
+    agent: what carries the bytes. staging_bytes: the budget for payloads that are arriving. staging: in which memory, "host", "device" or
+    "auto": what the prefiller has. A device with memory that the agent can register then has that budget in its own memory and, from the
+    first prefiller on that stages in host memory, once more in the host's.
     `close` frees memory and registration; it does not close the agent, whose own close ends transfers that were given up.
     """
 
@@ -111,6 +129,7 @@ class Decoder:
         agent: Agent,
         *,
         staging_bytes: int,
+        staging: Where = "auto",
         bounds: Bounds = Bounds(),
         chunks_in_flight: int = 2,
         observe: Observer = ignore,
@@ -118,24 +137,39 @@ class Decoder:
         self.identity, self.device, self.agent, self.bounds, self.observe = identity, device, agent, bounds, observe
         self.counters = Counters()
         self._peers = dict(peers)
-        self._depth = chunks_in_flight
         self._links: dict[tuple[str, int], Link] = {}
-        self._connecting: dict[tuple[str, int], asyncio.Lock] = {}
+        self._connecting: dict[tuple[str, int], asyncio.Task[Link]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._pool = StagingPool(staging_bytes)
-        self._memory = device.allocate_staging(self._pool.capacity)
-        self._registration = agent.register(Memory(self._memory.address, self._memory.nbytes, owner=self._memory))
-        self._landing = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="kvbridge-land")
+        self._staging = {opened.memory.device: opened for opened in [Staging.open(device, agent, self._pool, staging)]}
+        self._may_add_host, self._opening = staging == "auto", threading.Lock()
+        attach = device.attach if isinstance(device, DeviceWithMemory) else None
+        self._landing = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="kvbridge-land", initializer=attach)
+        self._resources = Resources(
+            device=device,
+            staging=next(iter(self._staging.values())),
+            turn=asyncio.Lock(),
+            landing=self._landing,
+            depth=chunks_in_flight,
+            bounds=bounds,
+            counters=self.counters,
+            observe=observe,
+        )
         self._loop = LoopThread(f"kvbridge-decoder-{identity.name}")
+        if attach is not None:
+            self._loop.loop.call_soon_threadsafe(attach)
         self._closed = False
 
     # What the engine calls.
 
     def start(self, ticket: Ticket, target: Target) -> Fetch:
-        """Begins a hand-off and returns at once. The pages belong to it until it is done, `cancel` included."""
+        """Begins a hand-off and returns at once. The pages belong to it until it is done, `cancel` included.
+
+        Nothing is written before what the calling thread has queued on the device by now is done.
+        """
         if self._closed:
             raise Cancelled("this decoder is closed")
-        return Fetch(self._loop.start(self._counted(ticket, target)))
+        return Fetch(self._loop.start(self._counted(ticket, target, engine_order(self.device))))
 
     def fetch(self, ticket: Ticket, target: Target) -> Received:
         """A whole hand-off: returns when every block was verified and landed.
@@ -156,11 +190,12 @@ class Decoder:
 
     def staging(self) -> tuple[int, int]:
         """(bytes in use, budget) of the staging memory; quarantined bytes count as used."""
-        return self._pool.used, self._pool.capacity
+        pools = [staging.pool for staging in self._staging.values()]
+        return sum(pool.used for pool in pools), sum(pool.capacity for pool in pools)
 
     def quarantined(self) -> int:
         """Bytes under transfers that were given up and may still arrive."""
-        return self._pool.quarantined
+        return sum(staging.pool.quarantined for staging in self._staging.values())
 
     def close(self) -> None:
         """Ends every hand-off and frees staging memory, registration and connections. Idempotent."""
@@ -169,35 +204,36 @@ class Decoder:
         self._closed = True
         self._loop.close()
         self._landing.shutdown(wait=True)
-        try:
-            self._registration.release()
-        except TransferTimeout:
-            # A peer that hangs but lives may still write: the agent keeps the memory until it is closed itself.
-            self.counters.add("registration_kept", TransferTimeout.clause)
+        for staging in self._staging.values():
+            try:
+                staging.registration.release()
+            except TransferTimeout:
+                # A peer that hangs but lives may still write: the agent keeps the memory until it is closed itself.
+                self.counters.add("registration_kept", TransferTimeout.clause)
 
     # One hand-off, on the loop's thread.
 
-    async def _counted(self, ticket: Ticket, target: Target) -> Received:
+    async def _counted(self, ticket: Ticket, target: Target, order: dict[str, Any]) -> Received:
         self.counters.add("fetches")
         try:
-            received = await self._fetch(ticket, target)
-        except KVBridgeError as error:
-            self.counters.add("failed", error.clause)
-            raise
-        except asyncio.CancelledError:
-            self.counters.add("failed", Cancelled.clause)
-            raise Cancelled("the decoder's engine gave the request up") from None
+            received = await self._fetch(ticket, target, order)
+        except (Exception, asyncio.CancelledError) as error:
+            failure = as_failure(error)
+            self.counters.add("failed", failure.clause)
+            if failure is error:
+                raise
+            raise failure from error
         self.counters.add("committed")
         self.counters.add("received_bytes", amount=received.nbytes)
         return received
 
-    async def _fetch(self, ticket: Ticket, target: Target) -> Received:
+    async def _fetch(self, ticket: Ticket, target: Target, order: dict[str, Any]) -> Received:
         start = time.perf_counter()
         link = await self._link(ticket.peer, ticket.rank)
         self.observe("claiming", {"request_id": ticket.request_id})
         claimed, receiving = await link.claim(ticket, target.reader, target.readers, target.model_digest)
         try:
-            move = await self._take(link, claimed, receiving, ticket, target)
+            move = await self._take(link, claimed, receiving, ticket, target, order)
             # From here on the decoder has everything: whether the prefiller hears of it changes nothing for the request.
             try:
                 await receiving.wait_released(self.bounds.claim)
@@ -206,9 +242,11 @@ class Decoder:
         finally:
             link.forget(ticket)
         self.observe("released", {})
-        return Received(move.manifest, move.nbytes, time.perf_counter() - start, move.transfer_seconds, move.land_seconds)
+        return Received(move.wanted.manifest, move.nbytes, time.perf_counter() - start, move.transfer_seconds, move.land_seconds)
 
-    async def _take(self, link: Link, claimed: Claimed, receiving: Receiving, ticket: Ticket, target: Target) -> _Move:
+    async def _take(
+        self, link: Link, claimed: Claimed, receiving: Receiving, ticket: Ticket, target: Target, order: dict[str, Any]
+    ) -> Move:
         """Everything between the grant and the commit; abandons the lease if it fails."""
         try:
             self.observe("granted", {"request_id": ticket.request_id})
@@ -220,7 +258,8 @@ class Decoder:
             if target.lossless:
                 check_lossless(manifest, groups)
             keys = TagKeys(claimed.key, manifest.lease, manifest.generation)
-            move = _Move(self, link, receiving, ticket, manifest, keys, target, groups, end_token)
+            resources = replace(self._resources, staging=self._staging[link.memory.device])
+            move = Move(resources, link, receiving, Wanted(ticket, manifest, keys, groups, target.first_token, end_token, order))
             await move.run()
         except BaseException as error:
             with contextlib.suppress(HandoffError):
@@ -250,14 +289,37 @@ class Decoder:
             raise PeerUnknown(f"no prefiller named {name!r} with an address is configured here")
         if not 0 < peer.port + rank < 1 << 16:
             raise PeerUnknown(f"prefiller {name!r} has no rank {rank}: port {peer.port + rank} cannot be")
-        async with self._connecting.setdefault((name, rank), asyncio.Lock()):
-            link = self._links.get((name, rank))
-            if link is None or link.lost is not None:
-                link = self._links[name, rank] = await self._connect(name, replace(peer, port=peer.port + rank))
-                task = asyncio.create_task(link.run())
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+        link = self._links.get((name, rank))
+        if link is not None and link.lost is None:
             return link
+        connecting = self._connecting.get((name, rank))
+        if connecting is None:
+            connecting = self._connecting[name, rank] = asyncio.create_task(self._open(name, rank, peer))
+            connecting.add_done_callback(lambda task: task.cancelled() or task.exception())
+        try:
+            return await asyncio.shield(connecting)
+        except KVBridgeError as error:
+            # All that waited for this attempt fail with it, and none of them waits for another.
+            raise error.anew() from None
+
+    async def _open(self, name: str, rank: int, peer: PeerConfig) -> Link:
+        try:
+            link = self._links[name, rank] = await self._connect(name, replace(peer, port=peer.port + rank))
+        finally:
+            del self._connecting[name, rank]
+        task = asyncio.create_task(link.run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return link
+
+    def _stage_for(self, name: str, device: str) -> None:
+        """Sees to staging of the kind that a prefiller has: between a device's memory and the host's, transfers are slow (0.4 GB/s)."""
+        with self._opening:
+            if device == "cpu" and device not in self._staging and self._may_add_host:
+                self._staging[device] = Staging.open(self.device, self.agent, StagingPool(self._pool.capacity), "host")
+        if device not in self._staging:
+            held = " and ".join(self._staging)
+            raise StagingDiffers(f"prefiller {name!r} stages in {device} memory, this decoder in {held} memory")
 
     async def _connect(self, name: str, peer: PeerConfig) -> Link:
         self.observe("connecting", {"peer": name})
@@ -282,6 +344,7 @@ class Decoder:
                 raise ProtocolError(welcome.detail, remedy=welcome.remedy)
             if not isinstance(welcome, messages.Welcome) or welcome.agent != self.agent.kind:
                 raise ProtocolError(f"{name} did not answer the greeting")
+            await asyncio.to_thread(self._stage_for, name, welcome.device)
             endpoint = await asyncio.to_thread(self.agent.connect, welcome.agent_metadata)
         except PeerLost as error:
             await channel.close()
@@ -291,139 +354,3 @@ class Decoder:
             raise
         self.observe("connected", {"peer": name})
         return Link(channel, welcome, endpoint, self.bounds)
-
-    async def take_staging(self, nbytes: int) -> Extent:
-        """Room for a chunk. Raises StagingFull."""
-        deadline = time.monotonic() + self.bounds.staging
-        while True:
-            extent = self._pool.try_take(nbytes)
-            if extent is not None:
-                return extent
-            if time.monotonic() > deadline:
-                raise StagingFull(f"no room for a chunk of {nbytes} bytes within {self.bounds.staging} s")
-            await asyncio.sleep(0.001)
-
-
-class _Move:
-    """The chunks of one payload: each is read while the one before lands."""
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        link: Link,
-        receiving: Receiving,
-        ticket: Ticket,
-        manifest: Manifest,
-        keys: TagKeys,
-        target: Target,
-        groups: tuple[CacheGroup, ...],
-        end_token: int,
-    ) -> None:
-        self._decoder, self._link, self._receiving, self._ticket = decoder, link, receiving, ticket
-        self.manifest, self._keys, self._target, self._groups, self._end_token = manifest, keys, target, groups, end_token
-        self._arrived: asyncio.Queue[tuple[ChunkShare, Extent] | None] = asyncio.Queue(maxsize=max(decoder._depth - 1, 1))
-        self.nbytes = 0
-        self.transfer_seconds = 0.0
-        self.land_seconds = 0.0
-
-    async def run(self) -> None:
-        """Returns when everything has landed. On failure nothing of this payload is under way any more, and staging is given back."""
-        tasks = [asyncio.create_task(self._read_all()), asyncio.create_task(self._land_all())]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            while not self._arrived.empty():
-                item = self._arrived.get_nowait()
-                if item is not None:
-                    self._decoder._pool.give_back(item[1])
-
-    async def _read_all(self) -> None:
-        bounds, pool = self._decoder.bounds, self._decoder._pool
-        payload = PayloadMap(self.manifest)
-        for index in range(payload.chunk_count):
-            chunk = payload.chunk(index)
-            slot = await self._receiving.slot(index, bounds.chunk)
-            share = chunk_share(self.manifest, chunk, [group.cache for group in self._groups])
-            if any(batches(self.manifest, share, self._target.first_token, self._end_token)):
-                extent = await self._decoder.take_staging(share.nbytes)
-                ranges = [ReadRange(slot + remote - chunk.offset, extent.offset + local, size) for remote, local, size in share.ranges]
-                self._decoder.observe("reading", {"chunk": index})
-                await self._read(ranges, extent)
-                self._decoder.observe("arrived", {"chunk": index})
-                try:
-                    await self._arrived.put((share, extent))
-                except BaseException:
-                    pool.give_back(extent)
-                    raise
-                self.nbytes += share.nbytes
-            await self._link.taken(self._ticket, index)
-        await self._arrived.put(None)
-
-    async def _read(self, ranges: list[ReadRange], extent: Extent) -> None:
-        """Reads into `extent`, which is given back or quarantined if that fails."""
-        decoder, start = self._decoder, time.perf_counter()
-        try:
-            transfer = self._link.endpoint.read(self._link.memory, decoder._registration, ranges)
-        except BaseException:
-            decoder._pool.give_back(extent)
-            raise
-        try:
-            await self._arrival(transfer)
-        except BaseException:
-            self._give_up(transfer, extent)
-            raise
-        transfer.release()
-        self.transfer_seconds += time.perf_counter() - start
-
-    async def _arrival(self, transfer: Transfer) -> None:
-        start = time.perf_counter()
-        while not transfer.done():
-            elapsed = time.perf_counter() - start
-            if self._receiving.error is not None:
-                raise self._receiving.error
-            if elapsed > self._decoder.bounds.transfer:
-                raise TransferTimeout(f"{transfer.nbytes} bytes did not arrive within {self._decoder.bounds.transfer} s")
-            # Short transfers are waited for without sleeping; long ones leave the processor to others.
-            await asyncio.sleep(0 if elapsed < _BUSY_POLL_SECONDS else _POLL_INTERVAL)
-
-    def _give_up(self, transfer: Transfer, extent: Extent) -> None:
-        if _settled(transfer):
-            self._decoder._pool.give_back(extent)
-        else:
-            self._decoder.counters.add("quarantined")
-            self._decoder._pool.quarantine(extent, lambda: _settled(transfer))
-
-    def _land(self, share: ChunkShare, data: np.ndarray) -> None:
-        for number, shares, rows in batches(self.manifest, share, self._target.first_token, self._end_token):
-            group = self._groups[number]
-            self._decoder.device.land(group.cache, group.table, shares, self._keys, data, *rows)
-
-    async def _land_all(self) -> None:
-        decoder, loop = self._decoder, asyncio.get_running_loop()
-        while (item := await self._arrived.get()) is not None:
-            share, extent = item
-            data = decoder._memory.bytes()[extent.offset : extent.offset + share.nbytes]
-            start = time.perf_counter()
-            landing = loop.run_in_executor(decoder._landing, self._land, share, data)
-            try:
-                await asyncio.shield(landing)
-            except asyncio.CancelledError:
-                # The pages are the engine's again only when nobody writes to them any more.
-                await asyncio.gather(landing, return_exceptions=True)
-                raise
-            finally:
-                decoder._pool.give_back(extent)
-            self.land_seconds += time.perf_counter() - start
-            decoder.observe("landed", {"chunk": share.chunk})
-
-
-def _settled(transfer: Transfer) -> bool:
-    """Whether no byte of a given-up transfer can arrive any more."""
-    try:
-        transfer.release()
-    except TransferTimeout:
-        return False
-    return True

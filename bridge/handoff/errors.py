@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from bridge.errors import KVBridgeError
 
 
@@ -101,6 +103,20 @@ class Cancelled(HandoffError):
     clause = "cancelled"
 
 
+class PackingFailed(HandoffError):
+    """The device could not pack a chunk, or the pages are not what the offer said."""
+
+    clause = "packing_failed"
+    remedy = "the request fails or is recomputed; look at the prefiller's log for the device's error"
+
+
+class Unexpected(HandoffError):
+    """A device or a library failed in a way that has no type of its own."""
+
+    clause = "unexpected"
+    remedy = "the request fails or is recomputed; look for the cause that the log shows below this error"
+
+
 class Incompatible(HandoffError):
     """Both sides are well, but this payload does not fit this decoder."""
 
@@ -156,6 +172,13 @@ class LossyPayload(Incompatible):
     remedy = "ask for the codec raw, switch the decoder's prefix cache off, or consent: with vLLM, set lossy_prefix_cache to true"
 
 
+class StagingDiffers(HandoffError):
+    """The prefiller stages in memory of a kind that this decoder has none of."""
+
+    clause = "staging_differs"
+    remedy = 'give the prefiller staging="host"'
+
+
 class BadTicket(HandoffError):
     """A ticket that is malformed. Tickets travel through routers and are believed only after parsing."""
 
@@ -169,3 +192,12 @@ class Refused(HandoffError):
     def __init__(self, clause: str, detail: str, remedy: str) -> None:
         super().__init__(f"the peer refused: {detail}", remedy=remedy)
         self.clause = clause  # type: ignore[misc]
+
+
+def as_failure(error: BaseException) -> KVBridgeError:
+    """The typed failure that any exception of a hand-off is counted, told and raised as."""
+    if isinstance(error, KVBridgeError):
+        return error
+    if isinstance(error, asyncio.CancelledError):
+        return Cancelled("the decoder's engine gave the request up")
+    return Unexpected(f"{type(error).__name__}: {error}"[:1000])

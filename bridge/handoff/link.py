@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from bridge.handoff import messages
 from bridge.handoff.bounds import Bounds
 from bridge.handoff.channel import Channel
-from bridge.handoff.errors import HandoffError, HandoffTimeout, PeerLost, ProtocolError, Refused
+from bridge.handoff.errors import HandoffError, HandoffTimeout, PeerLost, ProtocolError, Refused, as_failure
 from bridge.handoff.messages import from_u64, u64
 from bridge.handoff.ticket import Ticket
 from bridge.transfer.agent import Peer, RemoteMemory
@@ -127,6 +128,8 @@ class Link:
             raise ProtocolError(f"request {ticket.request_id!r} is being fetched already")
         sequence = next(self._sequence) % 2**32
         future: asyncio.Future[messages.Grant] = asyncio.get_running_loop().create_future()
+        # Where sending the claim fails first, nobody asks for what the lost connection left here.
+        future.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
         receiving = Receiving()
         self._claims[sequence] = future
         self._receiving[lease] = receiving
@@ -135,12 +138,17 @@ class Link:
             await self.channel.send(claim)
             async with asyncio.timeout(self.bounds.claim):
                 grant = await future
-        except TimeoutError:
-            self.forget(ticket)
-            raise HandoffTimeout(f"{self.channel.peer} did not answer a claim within {self.bounds.claim} s") from None
-        except BaseException:
+        except Refused:
             self.forget(ticket)
             raise
+        except BaseException as error:
+            self.forget(ticket)
+            timeout = HandoffTimeout(f"{self.channel.peer} did not answer a claim within {self.bounds.claim} s")
+            failure = timeout if isinstance(error, TimeoutError) else error
+            # The grant may be on its way: the prefiller must not keep the payload for a reader that has gone.
+            with contextlib.suppress(HandoffError):
+                await self.abandon(ticket, failure)
+            raise failure from None
         finally:
             del self._claims[sequence]
         for slot in grant.ready:
@@ -159,8 +167,7 @@ class Link:
         """Tells that everything was verified and landed."""
         await self.channel.send(messages.Commit(u64(ticket.lease), ticket.generation))
 
-    async def abandon(self, ticket: Ticket, error: HandoffError | BaseException) -> None:
+    async def abandon(self, ticket: Ticket, error: BaseException) -> None:
         """Tells that this decoder gives up, and why."""
-        clause = getattr(error, "clause", "cancelled")
-        detail = getattr(error, "detail", type(error).__name__)
-        await self.channel.send(messages.Abandon(u64(ticket.lease), ticket.generation, clause, detail[:1000]))
+        failure = as_failure(error)
+        await self.channel.send(messages.Abandon(u64(ticket.lease), ticket.generation, failure.clause, failure.detail[:1000]))

@@ -4,13 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, Generic, TypeVar
 
 from bridge.handoff.errors import Cancelled
 
 T = TypeVar("T")
+
+_END_SECONDS = 30.0
+
+
+async def outlast(work: Sequence[asyncio.Future[Any]]) -> None:
+    """Waits until all of it has ended, however often the waiting task is cancelled meanwhile; the cancellation is raised then.
+
+    For what must not be left running: a thread that still writes an engine's pages.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while unfinished := [one for one in work if not one.done()]:
+        try:
+            await asyncio.wait(unfinished)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        for one in work:
+            _ = one.cancelled() or one.exception()  # or asyncio would log that nobody asked for it
+        raise cancelled
 
 
 class Job(Generic[T]):
@@ -40,36 +60,60 @@ class Job(Generic[T]):
     def cancel(self) -> None:
         """Asks the coroutine to give up, from any thread, idempotent."""
         self._cancelled = True
-        self._loop.call_soon_threadsafe(lambda: self._task and self._task.cancel())
+        with contextlib.suppress(RuntimeError):  # of a loop that is closed: then the job has ended
+            self._loop.call_soon_threadsafe(lambda: self._task and self._task.cancel())
 
 
 class LoopThread:
-    """Runs coroutines for other threads. `close` cancels what is left and ends the thread, idempotent."""
+    """Runs coroutines for other threads. `close` cancels what is left and ends the thread, idempotent; no job is left waiting."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
+        self._jobs: set[Job[Any]] = set()
+        self._starting = threading.Lock()
+        self._closing = False
         self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Starts a coroutine on the loop, from any thread."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        """Starts a coroutine on the loop, from any thread. Raises Cancelled after close."""
+        with self._starting:
+            self._check_open(coroutine)
+            return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Job[T]:
-        """Starts a coroutine that may be cancelled, from any thread."""
-        return Job(self.loop, coroutine)
+        """Starts a coroutine that may be cancelled, from any thread. Raises Cancelled after close."""
+        with self._starting:
+            self._check_open(coroutine)
+            job = Job(self.loop, coroutine)
+            self._jobs.add(job)
+        job.future.add_done_callback(lambda _: self._jobs.discard(job))
+        return job
+
+    def _check_open(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        if self._closing:
+            coroutine.close()
+            raise Cancelled("it is closed")
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout: float) -> T:
         """Runs a coroutine on the loop and waits for its result, from any thread but the loop's own."""
         return self.submit(coroutine).result(timeout)
 
     def close(self) -> None:
-        if self.loop.is_closed():
-            return
-        self.run(self._cancel_all(), timeout=5.0)
+        with self._starting:
+            if self._closing:
+                return
+            self._closing = True
+        ending = asyncio.run_coroutine_threadsafe(self._cancel_all(), self.loop)
+        with contextlib.suppress(concurrent.futures.TimeoutError):
+            ending.result(_END_SECONDS)
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(timeout=5.0)
-        self.loop.close()
+        self._thread.join(timeout=_END_SECONDS)
+        for job in list(self._jobs):
+            if not job.future.done():
+                job.future.set_exception(Cancelled("it did not end in time"))
+        if not self._thread.is_alive():
+            self.loop.close()
 
     async def _cancel_all(self) -> None:
         others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]

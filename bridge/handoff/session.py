@@ -3,43 +3,54 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from bridge.handoff import messages
+from bridge.handoff.bounds import Bounds, Observer
 from bridge.handoff.channel import Channel
 from bridge.handoff.errors import HandoffError, ProtocolError
 from bridge.handoff.messages import from_u64, u64
 
 if TYPE_CHECKING:
     from bridge.handoff.lease import Lease
-    from bridge.handoff.prefiller import Prefiller
+    from bridge.handoff.leases import Leases
+
+MAX_UNSENT = 4096
+"""Answers that may wait for a decoder that reads slowly; while there are as many, no more of its questions are read."""
 
 
 class Session:
-    """Serves one authenticated decoder until it goes away; whatever it still held is then freed."""
+    """Serves one authenticated decoder until it goes away; whatever it still held is then freed.
 
-    def __init__(self, prefiller: Prefiller, channel: Channel) -> None:
-        self._prefiller, self._channel = prefiller, channel
+    welcome: makes the greeting. It and `observe` are called on the loop's thread.
+    """
+
+    def __init__(
+        self, channel: Channel, leases: Leases, welcome: Callable[[], messages.Welcome], bounds: Bounds, observe: Observer
+    ) -> None:
+        self._channel, self._leases, self._welcome, self._bounds, self._observe = channel, leases, welcome, bounds, observe
         self.peer = channel.peer
         self._outbox: asyncio.Queue[messages.Message] = asyncio.Queue()
+        self._room = asyncio.Event()
 
     async def serve(self) -> None:
         """Greets, then handles messages. Raises PeerLost or ProtocolError when the connection ends."""
-        bounds = self._prefiller.bounds
-        hello = await self._channel.receive(bounds.connect)
+        hello = await self._channel.receive(self._bounds.connect)
         if not isinstance(hello, messages.Hello):
             raise ProtocolError(f"{self.peer} did not say hello first")
-        self._prefiller.observe("hello", {"peer": self.peer})
-        if hello.major != messages.PROTOCOL_MAJOR or hello.agent != self._prefiller.agent.kind:
+        self._observe("hello", {"peer": self.peer})
+        welcome = self._welcome()
+        if hello.major != messages.PROTOCOL_MAJOR or hello.agent != welcome.agent:
             detail = (
-                f"this prefiller speaks protocol {messages.PROTOCOL_MAJOR} over {self._prefiller.agent.kind}, "
+                f"this prefiller speaks protocol {messages.PROTOCOL_MAJOR} over {welcome.agent}, "
                 f"the decoder {hello.major} over {hello.agent}"
             )
             await self._channel.send(messages.Refusal(0, ProtocolError.clause, detail, "run the same version and transfer agent"))
             raise ProtocolError(detail)
-        await self._channel.send(self._prefiller.welcome())
-        alive = asyncio.create_task(self._channel.keep_alive(bounds.heartbeat))
-        tasks = [alive, asyncio.create_task(self._receive(bounds.silence)), asyncio.create_task(self._send_outbox())]
+        await self._channel.send(welcome)
+        alive = asyncio.create_task(self._channel.keep_alive(self._bounds.heartbeat))
+        tasks = [alive, asyncio.create_task(self._receive()), asyncio.create_task(self._send_outbox())]
         try:
             done, _ = await asyncio.wait(tasks[1:], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -56,21 +67,25 @@ class Session:
     async def _send_outbox(self) -> None:
         while True:
             await self._channel.send(await self._outbox.get())
+            self._room.set()
 
-    async def _receive(self, silence: float) -> None:
+    async def _receive(self) -> None:
         while True:
-            self._handle(await self._channel.receive(silence))
+            self._handle(await self._channel.receive(self._bounds.silence))
+            while self._outbox.qsize() >= MAX_UNSENT:
+                self._room.clear()
+                await self._room.wait()
 
     def _handle(self, message: messages.Message) -> None:
-        prefiller = self._prefiller
+        leases = self._leases
         if isinstance(message, messages.Claim):
-            prefiller.claimed(self, message)
+            leases.claimed(self, message)
         elif isinstance(message, messages.Taken):
-            prefiller.taken(self, from_u64(message.lease), message.generation, message.chunk)
+            leases.taken(self, from_u64(message.lease), message.generation, message.chunk)
         elif isinstance(message, messages.Commit):
-            prefiller.committed(self, from_u64(message.lease), message.generation)
+            leases.committed(self, from_u64(message.lease), message.generation)
         elif isinstance(message, messages.Abandon):
-            prefiller.abandoned(self, from_u64(message.lease), message.generation, message.clause, message.detail)
+            leases.abandoned(self, from_u64(message.lease), message.generation, message.clause, message.detail)
         elif not isinstance(message, messages.Ping):
             raise ProtocolError(f"{self.peer} sent {type(message).__name__}, which only a prefiller sends")
 

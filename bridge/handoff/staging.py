@@ -7,10 +7,17 @@ import time
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
+from bridge.devices import Buffer, Device, DeviceWithMemory, StagingMemory
 from bridge.handoff.errors import StagingFull
+from bridge.transfer.agent import Agent, Memory, Registration, takes
+from bridge.transfer.errors import RegistrationFailed
 
 ALIGNMENT = 4096
+
+Where = Literal["auto", "host", "device"]
+"""Where payloads are staged: "device" is the device's own memory, "auto" that, if the transfer agent can register it, else the host's."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,40 @@ class StagingPool:
             else:
                 merged.append((offset, size))
         self._free = merged
+
+
+@dataclass(frozen=True)
+class Staging:
+    """A budget of memory in one place, registered with the transfer agent."""
+
+    pool: StagingPool
+    memory: StagingMemory
+    registration: Registration
+
+    @classmethod
+    def open(cls, device: Device, agent: Agent, pool: StagingPool, where: Where) -> Staging:
+        """Allocates and registers the pool's bytes. Raises DeviceError, and RegistrationFailed where the agent does not take the memory."""
+        if where == "host" or (where == "auto" and not can_stage_in_device(device, agent)):
+            memory = device.allocate_staging(pool.capacity)
+        elif not isinstance(device, DeviceWithMemory):
+            raise RegistrationFailed(f"the device {device.name} has no memory of its own to stage in", remedy='choose staging="host"')
+        elif not takes(agent, device.memory):
+            raise RegistrationFailed(
+                f"the transfer agent {agent.kind} does not take {device.memory} memory", remedy='choose staging="host"'
+            )
+        else:
+            memory = device.allocate_memory(pool.capacity)
+        described = Memory(memory.address, memory.nbytes, memory.device, memory.index, owner=memory)
+        return cls(pool, memory, agent.register(described))
+
+    def view(self, extent: Extent, nbytes: int) -> Buffer:
+        """The first `nbytes` bytes of an extent."""
+        return self.memory.bytes()[extent.offset : extent.offset + nbytes]
+
+
+def can_stage_in_device(device: Device, agent: Agent) -> bool:
+    """Whether payloads can be staged in the device's own memory."""
+    return isinstance(device, DeviceWithMemory) and device.memory != "cpu" and takes(agent, device.memory)
 
 
 def _round_up(nbytes: int) -> int:

@@ -94,7 +94,10 @@ class Peer(Protocol):
 
 
 class Agent(Protocol):
-    """One process's end of a transfer library."""
+    """One process's end of a transfer library.
+
+    An agent that registers more than host memory has `devices`, the types that it takes besides "cpu"; see `takes`.
+    """
 
     name: str
     """The agent's unique name, by which peers know it."""
@@ -122,3 +125,8 @@ class Agent(Protocol):
     def close(self) -> None:
         """Releases everything, idempotent. No byte of any transfer arrives afterwards."""
         ...
+
+
+def takes(agent: Agent, device: str) -> bool:
+    """Whether the agent registers memory of this device type: "cpu", or one that its `devices` names."""
+    return device == "cpu" or device in getattr(agent, "devices", ())

@@ -50,3 +50,10 @@ class RegistrationFailed(TransferError):
 
     clause = "registration"
     remedy = "stage in (pinned) host memory instead, and check the limit on locked memory (ulimit -l)"
+
+
+class LinkTooSlow(TransferError):
+    """A peer's link is slower than the configuration demands."""
+
+    clause = "link_too_slow"
+    remedy = "check which transport was chosen and why; or lower minimum_gbps, or set it to warn instead of refuse"

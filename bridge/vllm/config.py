@@ -13,6 +13,7 @@ import msgspec
 from bridge.codecs import declared
 from bridge.codecs.errors import UnknownCodec
 from bridge.handoff import Bounds, Identity, PeerConfig
+from bridge.transfer.choose import KINDS
 from bridge.vllm.errors import BadConfiguration
 
 
@@ -31,7 +32,10 @@ class Entries(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     listen, port: the control channel of a prefiller's rank 0. codec: how KV travels unless the request asks otherwise; codec_by_layer:
     exceptions, by layer number. request_codec: whether requests may choose. staging_bytes: budget of host memory a rank. chunk_tokens: what
     is packed, sent and landed at a time. lossy_prefix_cache: the operator's consent that what a lossy codec left may enter the decoder's
-    prefix cache, where other requests find it. transports: UCX transports. bounds: seconds, by the names of docs/handoff.md.
+    prefix cache, where other requests find it. agent: what carries the bytes: nixl, ucx, or stream (TLS, for links that are not trusted);
+    the same on both ends. transports: UCX transports, for nixl and ucx. data_port: of a prefiller's rank 0 with stream (rank r: data_port +
+    r; 0: any free one). minimum_gbps: gigabytes a second that each peer's link must reach, or a warning is logged; refuse_slow_links: such
+    links are refused. bounds: seconds, by the names of docs/handoff.md.
     """
 
     name: str
@@ -47,7 +51,11 @@ class Entries(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chunk_tokens: int = 512
     device: str = ""
     lossy_prefix_cache: bool = False
+    agent: str = "nixl"
     transports: list[str] | None = None
+    data_port: int = 0
+    minimum_gbps: float = 0.0
+    refuse_slow_links: bool = False
     bounds: dict[str, float] = {}
 
 
@@ -66,7 +74,11 @@ class ConnectorConfig:
     chunk_tokens: int
     device: str
     lossy_prefix_cache: bool
+    agent: str
     transports: list[str] | None
+    data_port: int
+    minimum_gbps: float
+    refuse_slow_links: bool
     bounds: Bounds = field(default_factory=Bounds)
 
     @classmethod
@@ -85,6 +97,8 @@ class ConnectorConfig:
             raise BadConfiguration(f"kv_connector_extra_config: {error}") from None
         for what, value, low, high in (
             ("port", entries.port, 0, 65535),
+            ("data_port", entries.data_port, 0, 65535),
+            ("minimum_gbps", entries.minimum_gbps, 0, 10_000),
             ("staging_bytes", entries.staging_bytes, 1 << 20, 1 << 44),
             ("chunk_tokens", entries.chunk_tokens, 16, 1 << 16),
         ):
@@ -92,6 +106,10 @@ class ConnectorConfig:
                 raise BadConfiguration(f"{what} is {value}, outside {low} to {high}")
         if entries.chunk_tokens % 16:
             raise BadConfiguration(f"chunk_tokens is {entries.chunk_tokens}, no multiple of 16")
+        if entries.agent not in KINDS:
+            raise BadConfiguration(f"there is no transfer agent {entries.agent!r}", remedy=f"choose one of {', '.join(KINDS)}")
+        if entries.transports is not None and entries.agent == "stream":
+            raise BadConfiguration("transports are UCX's, and the agent stream has none", remedy="leave transports out")
         for codec in (entries.codec, *entries.codec_by_layer.values()):
             try:
                 declared(codec)
@@ -113,6 +131,21 @@ class ConnectorConfig:
             chunk_tokens=entries.chunk_tokens,
             device=entries.device,
             lossy_prefix_cache=entries.lossy_prefix_cache,
+            agent=entries.agent,
             transports=entries.transports,
+            data_port=entries.data_port,
+            minimum_gbps=entries.minimum_gbps,
+            refuse_slow_links=entries.refuse_slow_links,
             bounds=bounds,
         )
+
+    def check_role(self, produces: bool, consumes: bool) -> None:
+        """Raises BadConfiguration where what a lossy codec left could be handed on as this engine's own.
+
+        It would enter the prefix cache, be found there by a later prefill, and leave under a manifest that does not say so.
+        """
+        if self.lossy_prefix_cache and produces and consumes:
+            raise BadConfiguration(
+                "lossy_prefix_cache is set for an engine that also hands off (kv_role kv_both), which would pass lossy KV on as its own",
+                remedy="leave lossy_prefix_cache out, or use kv_consumer",
+            )

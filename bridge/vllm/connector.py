@@ -38,19 +38,21 @@ class BridgeConnector(KVConnectorBase_V1, SupportsHMA):
         engine.check_api()
         super().__init__(vllm_config, role, kv_cache_config)
         engine.check_engine(vllm_config, kv_cache_config)
-        config = ConnectorConfig.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        transfer = vllm_config.kv_transfer_config
+        config = ConnectorConfig.parse(transfer.kv_connector_extra_config)
+        config.check_role(transfer.is_kv_producer, transfer.is_kv_consumer)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._reported: dict[str, int] = {}
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(config, vllm_config)
+            self._scheduler = SchedulerSide(config, vllm_config, len(kv_cache_config.kv_cache_groups))
         else:
             from vllm.distributed import get_tensor_model_parallel_rank
 
             if hasattr(torch.cpu, "_init_amx"):
                 # A decoder's first forward may be one token, and vLLM's AMX attention then runs before anyone asked for permission.
                 torch.cpu._init_amx()
-            self._worker = WorkerSide(config, vllm_config, get_tensor_model_parallel_rank())
+            self._worker = WorkerSide(config, vllm_config, engine.page_groups(kv_cache_config), get_tensor_model_parallel_rank())
 
     # Worker.
 

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from bridge.geometry import GeometryError, ModelGeometry, model_digest
 from bridge.pages import LayerPages, PagedCache
 from bridge.sharding import Layout, ShardingError
+from bridge.vllm.engine_pages import BlockGroup
 from bridge.vllm.errors import UnsupportedEngine
 from bridge.wire import Element
 
@@ -60,13 +61,22 @@ def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
     ):
         if size != 1:
             raise UnsupportedEngine(f"{name} of {size} is not supported", remedy="set it to 1")
-    if len(kv_cache_config.kv_cache_groups) != 1:
-        raise UnsupportedEngine(
-            f"this model has {len(kv_cache_config.kv_cache_groups)} KV cache groups (sliding windows, states), one is supported",
-            remedy="use vLLM's own connector for this model",
-        )
+    for group in kv_cache_config.kv_cache_groups:
+        kind = type(group.kv_cache_spec).__name__
+        if kind not in ("FullAttentionSpec", "SlidingWindowSpec", "UniformTypeKVCacheSpecs"):
+            raise UnsupportedEngine(f"this model has a KV cache group of the kind {kind}", remedy="use vLLM's own connector for this model")
     if vllm_config.speculative_config is not None:
         raise UnsupportedEngine("speculative decoding keeps draft layers, which are not carried", remedy="switch it off")
+
+
+def page_groups(kv_cache_config: KVCacheConfig) -> tuple[BlockGroup, ...]:
+    """The engine's KV cache groups, in its order, which is that of a request's block ids."""
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    return tuple(
+        BlockGroup(tuple(extract_layer_index(name) for name in group.layer_names), group.kv_cache_spec.block_size)
+        for group in kv_cache_config.kv_cache_groups
+    )
 
 
 def geometry_and_digest(vllm_config: VllmConfig) -> tuple[ModelGeometry, bytes]:

@@ -10,6 +10,8 @@ from bridge.vllm.params import DecodeOrder
 from bridge.wire import ContentKind
 
 Content = tuple[tuple[ContentKind, bytes], ...]
+BlockIds = tuple[tuple[int, ...], ...]
+"""The engine's blocks of a request, for each of its KV cache groups."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Save:
     request_id: str
     wire_id: str
     lease: tuple[int, int]
-    block_ids: tuple[int, ...]
+    block_ids: BlockIds
     computed: int
     total: int
     content: Content
@@ -36,7 +38,7 @@ class Load:
     request_id: str
     order: DecodeOrder | None
     error: str
-    block_ids: tuple[int, ...]
+    block_ids: BlockIds
     first_token: int
     end_token: int
     content: Content

@@ -60,8 +60,10 @@ def _digest(*texts: str) -> bytes:
 class SchedulerSide:
     """State of the connector in the engine's scheduler. Nothing that a request carries is believed before it is parsed."""
 
-    def __init__(self, config: ConnectorConfig, vllm_config: VllmConfig) -> None:
+    def __init__(self, config: ConnectorConfig, vllm_config: VllmConfig, groups: int) -> None:
         self._config = config
+        # Before a fetch of everything vLLM gives up the first token of a window, which computing the last prompt token anew still reads.
+        self._recomputed = 1 if groups > 1 else 0
         self._engine_id = vllm_config.kv_transfer_config.engine_id or ""
         self._produces = vllm_config.kv_transfer_config.is_kv_producer
         self._tp_size = vllm_config.parallel_config.tensor_parallel_size
@@ -100,7 +102,7 @@ class SchedulerSide:
         """How many tokens beyond `computed` will be fetched: the rest of the prompt, once a request."""
         if request.request_id not in self._decodes:
             return 0, False
-        count = request.num_prompt_tokens - computed
+        count = request.num_prompt_tokens - self._recomputed - computed
         return (count, True) if count > 0 else (0, False)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
@@ -111,12 +113,12 @@ class SchedulerSide:
         error = str(order) if isinstance(order, BadParameters) else ""
         good = order if isinstance(order, DecodeOrder) else None
         if external > 0:
-            end = request.num_prompt_tokens
+            end = request.num_prompt_tokens - self._recomputed
             load = Load(
                 request.request_id,
                 good,
                 error,
-                tuple(blocks.get_block_ids()[0]),
+                tuple(tuple(group) for group in blocks.get_block_ids()),
                 end - external,
                 end,
                 content_of(request),
@@ -134,7 +136,7 @@ class SchedulerSide:
             for request_id in self._prefills.keys() & computed.keys():
                 prefill = self._prefills[request_id]
                 done = min(computed[request_id] + output.num_scheduled_tokens[request_id], prefill.total)
-                blocks = tuple(self._manager.get_block_ids(request_id)[0])
+                blocks = tuple(tuple(group) for group in self._manager.get_block_ids(request_id))
                 save = Save(request_id, prefill.wire_id, prefill.lease, blocks, done, prefill.total, prefill.content, prefill.codec)
                 self._orders.saves.append(save)
         orders, self._orders = self._orders, StepOrders()

@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,11 +17,13 @@ from bridge.errors import KVBridgeError
 from bridge.geometry import manifest_for
 from bridge.handoff import Decoder, Fetch, Mode, Offer, Prefiller, Target
 from bridge.handoff.errors import Cancelled, StagingFull
-from bridge.pages import BlockTable, PagedCache
+from bridge.pages import PagedCache
 from bridge.sharding import Holding, plan
-from bridge.transfer.nixl import NixlAgent
+from bridge.transfer.agent import Agent
+from bridge.transfer.choose import open_agent
 from bridge.vllm import engine
 from bridge.vllm.config import ConnectorConfig
+from bridge.vllm.engine_pages import BlockGroup, EnginePages
 from bridge.vllm.errors import BadConfiguration, BadParameters
 from bridge.vllm.orders import Load, Save, StepOrders
 from bridge.vllm.params import DecodeOrder
@@ -69,18 +71,17 @@ class _Source:
 class WorkerSide:
     """State of the connector in one worker of the engine (one TP rank)."""
 
-    def __init__(self, config: ConnectorConfig, vllm_config: VllmConfig, rank: int) -> None:
+    def __init__(self, config: ConnectorConfig, vllm_config: VllmConfig, groups: tuple[BlockGroup, ...], rank: int) -> None:
+        self._groups = groups
         self._config, self._vllm_config, self._rank = config, vllm_config, rank
         self._geometry, self._model = engine.geometry_and_digest(vllm_config)
         self._layout = engine.layout(self._geometry, vllm_config.parallel_config.tensor_parallel_size)
         self._heads = self._layout.holding(rank).heads
-        self._block_size = vllm_config.cache_config.block_size
         # What a lossy codec left may enter a prefix cache, where other requests find it, only with the operator's consent.
         self._lossless = bool(vllm_config.cache_config.enable_prefix_caching) and not config.lossy_prefix_cache
         self.counters = Counters()
-        self._cache: PagedCache | None = None
-        self._kernel_blocks = 1
-        self._agent: NixlAgent | None = None
+        self._pages: EnginePages | None = None
+        self._agent: Agent | None = None
         self._prefiller: Prefiller | None = None
         self._decoder: Decoder | None = None
         self._sending: dict[str, _Sending] = {}
@@ -92,18 +93,12 @@ class WorkerSide:
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Describes the engine's pages and opens staging, agent and control channel. Raises ConnectorError, HandoffError and others."""
-        self._cache = engine.describe_all(kv_caches, self._vllm_config, self._heads[0])
-        kernel_size = next(iter(self._cache.layers.values())).sides[0].block_size
-        if self._block_size % kernel_size:
-            raise engine.UnsupportedEngine(f"blocks of {self._block_size} tokens in kernel blocks of {kernel_size}")
-        self._kernel_blocks = self._block_size // kernel_size
+        self._pages = EnginePages(engine.describe_all(kv_caches, self._vllm_config, self._heads[0]), self._groups)
         device = self._open_device()
         transfer = self._vllm_config.kv_transfer_config
         if transfer.is_kv_producer and not self._config.port:
             raise BadConfiguration("port is missing", remedy="give the prefiller's control channel a port, and tell it to the decoders")
-        self._agent = NixlAgent(
-            f"{self._config.identity.name}-{self._rank}", transports=self._config.transports, serves=transfer.is_kv_producer
-        )
+        self._agent = self._open_agent(transfer.is_kv_producer)
         if transfer.is_kv_producer and self._rank in self._layout.first_replicas():
             self._prefiller = Prefiller(
                 self._config.identity,
@@ -114,6 +109,7 @@ class WorkerSide:
                 host=self._config.listen,
                 port=self._config.port + self._rank if self._config.port else 0,
                 bounds=self._config.bounds,
+                observe=lambda step, details: self.observed("prefiller", step, details),
             )
         if transfer.is_kv_consumer:
             self._decoder = Decoder(
@@ -123,7 +119,27 @@ class WorkerSide:
                 self._agent,
                 staging_bytes=self._config.staging_bytes,
                 bounds=self._config.bounds,
+                observe=lambda step, details: self.observed("decoder", step, details),
             )
+
+    def _open_agent(self, serves: bool) -> Agent:
+        config = self._config
+        return open_agent(
+            config.agent,
+            f"{config.identity.name}-{self._rank}",
+            identity=config.identity,
+            peers=config.peers,
+            serves=serves,
+            host=config.listen,
+            port=config.data_port + self._rank if config.data_port else 0,
+            transports=config.transports,
+            minimum_gbps=config.minimum_gbps,
+            refuse_slow_links=config.refuse_slow_links,
+        )
+
+    def observed(self, side: str, step: str, details: dict[str, Any]) -> None:
+        """Each step of a hand-off, from the thread that takes it."""
+        logger.debug("%s: %s %s", side, step, details)
 
     def _open_device(self) -> Device:
         from vllm.platforms import current_platform
@@ -151,7 +167,7 @@ class WorkerSide:
                 if sending.offer is None:
                     sending.offer = self._park_or_hold(save)
                 if sending.offer is not None and not sending.held:
-                    sending.offer.advance(save.computed, self._table(save.block_ids))
+                    sending.offer.advance(save.computed, self._registered().tables(save.block_ids))
             except Exception as error:
                 self._fail(sending, save.request_id, error)
 
@@ -178,14 +194,13 @@ class WorkerSide:
         logger.warning("request %s cannot be handed off: %s", request_id, error, exc_info=not isinstance(error, KVBridgeError))
 
     def _offer(self, save: Save, mode: Mode) -> Offer:
-        if self._prefiller is None or self._cache is None:
+        if self._prefiller is None:
             raise engine.UnsupportedEngine("this engine has no prefiller role")
-        return self._prefiller.offer(self._manifest(save), self._cache, self._table(save.block_ids), mode=mode, lease=save.lease)
+        groups = self._registered().located(save.block_ids, self._heads)
+        return self._prefiller.offer(self._manifest(save), groups, mode=mode, lease=save.lease)
 
     def _manifest(self, save: Save) -> Manifest:
-        if self._cache is None:
-            raise engine.UnsupportedEngine("the engine has not registered its cache")
-        layers = self._cache.layers
+        cache = self._registered().cache
         per_layer: Mapping[int, str] = {} if save.codec else self._config.codec_by_layer
         manifest = manifest_for(
             self._geometry,
@@ -196,28 +211,27 @@ class WorkerSide:
             lease=0,
             chunk_tokens=self._config.chunk_tokens,
             per_layer=per_layer,
-            element=self._cache.element(),
-            layers=sorted(layers),
+            element=cache.element(),
+            layers=sorted(cache.layers),
             heads=self._heads,
-            scales=self._scales(save.codec),
+            scales=self._scales(cache, save.codec),
         )
         return replace(manifest, content=save.content)
 
-    def _scales(self, codec: str) -> dict[int, tuple[float, float]]:
+    def _scales(self, cache: PagedCache, codec: str) -> dict[int, tuple[float, float]]:
         """The engine's own scales where its fp8 travels as it is."""
         found = {}
-        for index, pages in (self._cache.layers if self._cache else {}).items():
+        for index, pages in cache.layers.items():
             key, value = pages.sides
             name = codec or self._config.codec_by_layer.get(index, self._config.codec)
             if value is not None and (key.scale, value.scale) != (1.0, 1.0) and name in ("raw", "fp8_e4m3"):
                 found[index] = (key.scale, value.scale)
         return found
 
-    def _table(self, block_ids: tuple[int, ...]) -> BlockTable:
-        """The engine's blocks, cut into the blocks of its kernels where those are smaller."""
-        parts = self._kernel_blocks
-        pages = block_ids if parts == 1 else [block * parts + part for block in block_ids for part in range(parts)]
-        return BlockTable(pages, self._block_size // parts)
+    def _registered(self) -> EnginePages:
+        if self._pages is None:
+            raise engine.UnsupportedEngine("the engine has not registered its cache")
+        return self._pages
 
     def load(self, orders: StepOrders) -> None:
         """Starts fetches; returns at once."""
@@ -249,13 +263,11 @@ class WorkerSide:
             raise BadParameters(load.error)
         if self._decoder is None:
             raise engine.UnsupportedEngine("this engine has no decoder role", remedy="set kv_role to kv_consumer or kv_both")
-        if self._cache is None:
-            raise engine.UnsupportedEngine("the engine has not registered its cache")
         wanted = []
         for source in self._sources(load.order):
             target = Target(
-                self._cache.part(sorted(self._cache.layers), *source.part.heads),
-                self._table(load.block_ids),
+                self._registered().located(load.block_ids, source.part.heads),
+                None,
                 self._model,
                 first_token=load.first_token,
                 end_token=load.end_token,
@@ -318,7 +330,7 @@ class WorkerSide:
         try:
             if sending.offer is not None:
                 sending.offer.wait_claimed()
-                sending.offer.advance(save.total, self._table(save.block_ids))
+                sending.offer.advance(save.total, self._registered().tables(save.block_ids))
         except Exception as error:
             self._fail(sending, save.request_id, error)
 

@@ -75,6 +75,9 @@ class PayloadMap:
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
+        # Sizes that every chunk asks for again: a codec's block bytes are dear.
+        sizes = {(layer.codec, layer.group) for layer in manifest.layers}
+        self._block_bytes = {(c, g): manifest.codecs[c].block_bytes(manifest.groups[g].head_dim) for c, g in sizes}
         self.first_chunk = manifest.first_token // manifest.chunk_tokens
         self.chunk_count = (manifest.end_token - 1) // manifest.chunk_tokens - self.first_chunk + 1
         self.payload_bytes, self.blocks = self._before(self.chunk_count)
@@ -100,7 +103,7 @@ class PayloadMap:
                 offset=offset,
                 heads=group.head_count,
                 blocks=_block_count(first, end),
-                block_bytes=m.codecs[layer.codec].block_bytes(group.head_dim),
+                block_bytes=self._block_bytes[layer.codec, layer.group],
                 first_block=first // BLOCK_TOKENS,
                 first_ordinal=ordinal,
                 first_token=first,
@@ -126,8 +129,7 @@ class PayloadMap:
         return (self.first_chunk + index) * self.manifest.chunk_tokens
 
     def _run_bytes(self, layer: Layer, blocks: int) -> int:
-        head_dim = self.manifest.groups[layer.group].head_dim
-        return blocks * self.manifest.codecs[layer.codec].block_bytes(head_dim) + tag_plane_bytes(blocks)
+        return blocks * self._block_bytes[layer.codec, layer.group] + tag_plane_bytes(blocks)
 
     def _before(self, index: int) -> tuple[int, int]:
         """(bytes, blocks) of all chunks before `index`: a first run, whole runs, a last run for each layer."""

@@ -39,8 +39,13 @@ class TagKeys:
 
     def __init__(self, key: bytes, lease: int, generation: int) -> None:
         self._key = key
+        self._lease, self._generation = lease, generation
         self._nonce = struct.pack("<QI", lease, generation)
         self._hash_keys: dict[int, np.ndarray] = {}
+
+    def parts(self) -> tuple[bytes, int, int]:
+        """(key, lease, generation): makes the same keys in another process of this host."""
+        return self._key, self._lease, self._generation
 
     def _stream(self, offset: int, count: int) -> np.ndarray:
         """`count` u64 of the key stream from byte `offset` (a multiple of 8) on."""

@@ -1,6 +1,7 @@
 """Pages of every kind to the wire and back: fp8 with scales, tiles, TurboQuant slots in both flavours, latents, opaque rows, states."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from bridge.wire import (
     token_digest,
 )
 from bridge.wire.coding import opaque
+from tests.conformance.cases import place_of
 
 PRESETS = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
 PAGES, BLOCK, HEADS, DIM, FIRST, END = 6, 16, 2, 64, 5, 83
@@ -46,8 +48,38 @@ def describe(codec, kind=GroupKind.FULL_ATTENTION, first=FIRST, end=END, scales=
     )
 
 
+class Moved:
+    """Pages described on host memory, with the same strides in a device's memory; `back` copies what is there now to the host."""
+
+    def __init__(self, pages, place):
+        self._held = {}
+        self.pages = pages if place == "cpu" else self._pages(pages, place)
+
+    def _tensor(self, tensor, place):
+        if tensor is None:
+            return None
+        storage = tensor.untyped_storage()
+        host = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),))
+        there = self._held.setdefault(storage.data_ptr(), (host, host.to(place)))[1]
+        return there.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def _pages(self, pages, place):
+        if isinstance(pages, LayerPages):
+            return replace(pages, key=self._tensor(pages.key, place), value=self._tensor(pages.value, place))
+        if isinstance(pages, OpaquePages):
+            return replace(pages, tensor=self._tensor(pages.tensor, place))
+        sides = [replace(s, codes=self._tensor(s.codes, place), scalars=self._tensor(s.scalars, place)) for s in pages.sides]
+        return SlotPages((sides[0], sides[1]), pages.head_dim)
+
+    def back(self):
+        for host, there in self._held.values():
+            host.copy_(there)
+
+
 def cross(device, manifest, source, target, tables):
     """Packs from source and lands in target; returns the payload."""
+    moved = [Moved(pages, place_of(device)) for pages in (source, target)]
+    source, target = (m.pages for m in moved)
     keys, payload = TagKeys(new_key(), 1, 1), []
     group = manifest.groups[0]
     layout = PayloadMap(manifest)
@@ -57,6 +89,7 @@ def cross(device, manifest, source, target, tables):
         device.pack(PagedCache({0: source}), tables[0], share.shares, keys, data)
         device.land(PagedCache({0: target}), tables[1], share.shares, keys, data, group.first_token, group.end_token)
         payload.append(data)
+    moved[1].back()
     return payload
 
 

@@ -80,11 +80,11 @@ class Pair:
     def _identity(self, name: str) -> Identity:
         return create_identity(name, self.folder)
 
-    def new_prefiller(self, port: int = 0) -> Prefiller:
+    def new_prefiller(self, port: int = 0, device: CpuReferenceDevice | None = None) -> Prefiller:
         return Prefiller(
             self.prefill_identity,
             {"decode-0": PeerConfig(self.decode_identity.certificate)},
-            CpuReferenceDevice(),
+            device or CpuReferenceDevice(),
             self.agent,
             staging_bytes=self.staging_bytes,
             port=port,
@@ -93,11 +93,11 @@ class Pair:
             observe=lambda step, details: self.steps.append(f"prefiller {step}"),
         )
 
-    def new_decoder(self) -> Decoder:
+    def new_decoder(self, device: CpuReferenceDevice | None = None) -> Decoder:
         return Decoder(
             self.decode_identity,
             {"prefill-0": PeerConfig(self.prefill_identity.certificate, "127.0.0.1", self.prefiller.port)},
-            CpuReferenceDevice(),
+            device or CpuReferenceDevice(),
             self.agent,
             staging_bytes=self.staging_bytes,
             bounds=self.bounds,

@@ -1,11 +1,55 @@
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from bridge.transfer.nixl import NixlAgent
-from tests.transfer.nixl_serving import KEPT
+from tests.transfer import agents
+from tests.transfer.serving import KEPT, MIB, Serving
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "ucxx: of the ucx agent alone; needs ucxx")
+
+
+@pytest.fixture(params=agents.KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """The suite that all agents share runs once for each of them."""
+    return request.param
+
+
+@pytest.fixture
+def make(kind: str) -> Iterator[Callable[..., Any]]:
+    """Makes agents of the kind, which only read unless told otherwise, over TCP, and closes them."""
+    made: list[Any] = []
+
+    def one(name: str = "decoder", *, serves: bool = False, **settings: Any) -> Any:
+        made.append(agents.make(kind, name, serves=serves, files=agents.identities(), **settings))
+        return made[-1]
+
+    yield one
+    for agent in made:
+        agent.close()
+    KEPT.clear()
+
+
+@pytest.fixture(scope="session")
+def _served() -> Iterator[dict[str, Serving]]:
+    processes: dict[str, Serving] = {}
+    yield processes
+    for process in processes.values():
+        process.__exit__()
+
+
+@pytest.fixture
+def served(kind: str, _served: dict[str, Serving]) -> Serving:
+    """A process of the kind that serves 4 MiB of content(4 MiB, 3), for tests that leave it as it is."""
+    if kind not in _served:
+        _served[kind] = Serving(4 * MIB, kind=kind, seed=3)
+    return _served[kind]
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +62,7 @@ def reader() -> Iterator[NixlAgent]:
 
 @pytest.fixture
 def make_agent() -> Iterator[Callable[..., NixlAgent]]:
-    """Makes agents that only read, over TCP unless told otherwise, and closes them."""
+    """Makes NIXL agents that only read, over TCP unless told otherwise, and closes them."""
     made: list[NixlAgent] = []
 
     def make(name: str = "decoder", **settings: object) -> NixlAgent:
@@ -32,11 +76,30 @@ def make_agent() -> Iterator[Callable[..., NixlAgent]]:
     KEPT.clear()
 
 
-QUICK = {"test_nixl_bad_range.py", "test_nixl_register.py", "test_nixl_read.py", "test_nixl_many_ranges.py"}
+QUICK = {
+    "test_nixl_pieces.py",
+    "test_metadata.py",
+    "test_connect.py",
+    "test_read.py",
+    "test_counters.py",
+    "test_error_bad_range.py",
+    "test_error_peer_unreachable.py",
+    "test_stream_frames.py",
+    "test_ucx_messages.py",
+}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Second processes that are stopped, killed and restarted take seconds each."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Second processes that are stopped, killed and restarted take seconds each. Without ucxx its agent is not tested, and counted so."""
     for item in items:
         if "tests/transfer" in str(item.path) and item.path.name not in QUICK:
             item.add_marker(pytest.mark.slow)
+    if importlib.util.find_spec("ucxx") is None:
+        out = [item for item in items if "tests/transfer" in str(item.path) and _needs_ucxx(item)]
+        items[:] = [item for item in items if item not in out]
+        config.hook.pytest_deselected(items=out)
+
+
+def _needs_ucxx(item: pytest.Item) -> bool:
+    call = getattr(item, "callspec", None)
+    return item.get_closest_marker("ucxx") is not None or (call is not None and call.params.get("kind") == "ucx")

@@ -11,7 +11,7 @@ from bridge.transfer.agent import ReadRange
 from bridge.transfer.errors import TransferFailed, TransferTimeout
 from bridge.transfer.nixl import NixlAgent
 from bridge.transfer.nixl.frame import parse_metadata
-from tests.transfer.nixl_serving import MIB, POISON, TCP, Serving, memory_of, poisoned, read_all, wait
+from tests.transfer.nixl_serving import MIB, POISON, TCP, Serving, memory_of, poisoned, read_all
 
 SIZE = 64 * MIB
 
@@ -78,37 +78,6 @@ def test_polling_release_ends_the_quarantine(make_agent):
             except TransferTimeout:
                 assert time.monotonic() < limit
         assert agent.counters().in_quarantine == 0
-
-
-def test_close_ends_an_unfinished_read(make_agent):
-    """Destroying the native agent is the one thing that stops a read of a peer that does not answer."""
-    agent = make_agent()
-    with Serving(SIZE, transports=TCP) as serving:
-        mine = poisoned(SIZE)
-        _, _, transfer = start_and_suspend(agent, serving, mine)
-        with pytest.raises(TransferTimeout):
-            transfer.release()
-        started = time.monotonic()
-        agent.close()
-        assert time.monotonic() - started < 5
-        assert transfer.settled
-        transfer.release()
-        mine[:] = POISON
-        serving.resume()
-        time.sleep(0.5)
-        assert (mine == POISON).all()
-        assert agent.counters().in_quarantine == 0
-
-
-def test_a_finished_read_needs_no_quarantine(make_agent):
-    agent = make_agent()
-    with Serving(MIB, transports=TCP) as serving:
-        target = agent.register(memory_of(poisoned(MIB)))
-        transfer = agent.connect(serving.metadata).read(serving.memory, target, [ReadRange(0, 0, MIB)])
-        wait(transfer)
-        transfer.release()
-        target.release()
-        assert agent.counters().reads_quarantined == 0
 
 
 @pytest.mark.parametrize("how", ["release_xfer_handle", "remove_remote_agent"])

@@ -132,3 +132,11 @@ def test_missing_keys(entries, key):
     del entries[key]
     with pytest.raises(BadConfiguration, match=key):
         ConnectorConfig.parse(entries)
+
+
+def test_lossy_kv_is_not_handed_on(entries):
+    consenting, strict = ConnectorConfig.parse({**entries, "lossy_prefix_cache": True}), ConnectorConfig.parse(entries)
+    with pytest.raises(BadConfiguration, match="kv_both"):
+        consenting.check_role(produces=True, consumes=True)
+    consenting.check_role(produces=False, consumes=True)
+    strict.check_role(produces=True, consumes=True)

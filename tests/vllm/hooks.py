@@ -79,11 +79,12 @@ class Hooks:
 
     def kvb_at(self, side: str, step: str, action: str, number: int = 0, seconds: float = 0.0) -> None:
         """At the `number`-th (from 0) `step` that the side ("prefiller" or "decoder") reports from now on: kill, sleep, or sleep_always."""
-        part = getattr(self.kvb_worker(), f"_{side}")
         seen = [0]
         self._kvb_steps: list[tuple[str, Any]] = []
 
-        def observe(name: str, details: dict[str, Any]) -> None:
+        def observed(reporting: str, name: str, details: dict[str, Any]) -> None:
+            if reporting != side:
+                return
             self._kvb_steps.append((name, details.get("chunk")))
             if name != step:
                 return
@@ -93,7 +94,7 @@ class Hooks:
                     os.kill(os.getpid(), signal.SIGKILL)
                 time.sleep(seconds)
 
-        part.observe = observe
+        self.kvb_worker().observed = observed
 
     def kvb_steps(self) -> list[tuple[str, Any]]:
         return list(getattr(self, "_kvb_steps", ()))
@@ -103,9 +104,9 @@ class Hooks:
         worker = self.kvb_worker()
         if worker is None:
             return
+        worker.__dict__.pop("observed", None)
         for part in (worker._prefiller, worker._decoder):
             if part is not None:
-                part.observe = lambda name, details: None
                 part.device.__dict__.pop("pack", None)
                 part.device.__dict__.pop("land", None)
         if worker._decoder is not None:
@@ -119,7 +120,7 @@ class Hooks:
         part = worker._prefiller if what == "pack" else worker._decoder
         if part is not None:
 
-            def broken(*arguments: Any) -> None:
+            def broken(*arguments: Any, **more: Any) -> None:
                 raise TransferFailed("this device was broken by a test")
 
             setattr(part.device, what, broken)
@@ -148,7 +149,8 @@ class Hooks:
         found = {}
         for index, tensor in self.kvb_tensors().items():
             key, value = self._kvb_views(tensor)
-            page, position = _places(blocks, tokens, worker._block_size, tensor.shape[2], 0)
+            number, group = next((number, group) for number, group in enumerate(worker._groups) if index in group.layers)
+            page, position = _places(blocks[number], tokens, group.block_size, tensor.shape[2], 0)
             found[f"k{index}"] = _take(key, page, position).float().numpy()
             found[f"v{index}"] = _take(value, page, position).float().numpy()
             found["element"] = np.array(str(tensor.dtype))
@@ -169,7 +171,8 @@ class Hooks:
                 for (name, view), coding in zip(sides, (slots.key, slots.value), strict=True):
                     plain = found[f"{name}{index}"][first : first + count, target.first_token : target.end_token]
                     decoded = reference.decode(*reference.encode(plain, coding, 1.0), coding, plain.shape[-1], 1.0)
-                    pages, position = target.table.locate(target.first_token, target.end_token, tensor.shape[0])
+                    table = next(group.table for group in target.cache if index in group.cache.layers)
+                    pages, position = table.locate(target.first_token, target.end_token, tensor.shape[0])
                     _put(view, torch.from_numpy(pages), torch.from_numpy(position), torch.from_numpy(np.array(decoded)))
             return _Done()
 

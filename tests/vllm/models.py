@@ -42,6 +42,40 @@ def _make_sensitive(folder: Path) -> None:
     Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
+WINDOW = 80
+
+
+def windowed_model() -> Path:
+    """Gemma 3 of 6 layers, every second one with a window of 80 tokens: two KV cache groups. Random weights, as sensitive."""
+    return _made("gemma3-random-6-2", _make_windowed)
+
+
+def _make_windowed(folder: Path) -> None:
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        query_pre_attn_scalar=64,
+        max_position_embeddings=2048,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        initializer_range=0.3,
+    )
+    Gemma3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct, dequantised to fp32 by the demonstration's loader. 540 MB."""
     return _made("smollm2-hf-1", _make_smollm2)

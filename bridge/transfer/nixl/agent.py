@@ -44,7 +44,7 @@ from bridge.transfer.errors import (
 from bridge.transfer.nixl import library
 from bridge.transfer.nixl.frame import MAX_NAME_BYTES, frame_metadata, parse_metadata
 from bridge.transfer.nixl.library import INSTALL, UCX_LOG, environment, said, why_ucx_refuses
-from bridge.transfer.nixl.ranges import SEGMENTS, check_memory, check_ranges, descriptors, pieces_of
+from bridge.transfer.ranges import SEGMENTS, check_memory, check_ranges, descriptors, pieces_of
 
 MAX_IDLE_PEERS = 1024
 
@@ -169,6 +169,8 @@ class NixlAgent:
     """
 
     kind = "nixl"
+    devices = ("cuda",)
+    """Whose memory its wheels register; that of Intel GPUs they do not."""
 
     def __init__(self, name: str, *, transports: Sequence[str] | None = None, serves: bool = True, in_flight_bytes: int = 64 << 20) -> None:
         if not 0 < len(name.encode()) <= MAX_NAME_BYTES:

@@ -1,0 +1,293 @@
+"""The serving side: authenticated peers read what is registered at that moment, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import ssl
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from bridge.errors import KVBridgeError
+from bridge.transfer.errors import TransferError
+from bridge.transfer.stream import wire
+from bridge.transfer.stream.reader import OUTSTANDING
+from bridge.transfer.stream.tls import LOST, TlsChannel, Waker
+from bridge.transfer.stream.wire import BadFrame, Kind
+
+MAX_CONNECTIONS = 256
+MAX_HANDSHAKES = 32
+"""Connections that have not yet shown a configured certificate."""
+
+_UNSENT_BYTES = wire.DATA_BYTES
+_COPY_BELOW = 8 << 10  # smaller pieces are joined first: each write makes a TLS record of its own
+_REQUESTS = 2 * OUTSTANDING  # those cancelled by the reader may overlap with new ones
+
+
+class Served(Protocol):
+    """Registered memory as the serving side sees it."""
+
+    number: int
+    nbytes: int
+
+    def enter(self) -> memoryview | None:
+        """The bytes, valid until `leave`; None where it was released. Then there is no `leave`."""
+        ...
+
+    def leave(self) -> None: ...
+
+
+Find = Callable[[int], Served | None]
+
+
+class _Sending:
+    """A READ that is being answered."""
+
+    def __init__(self, number: int, region: Served, rows: np.ndarray) -> None:
+        self.number, self.region = number, region
+        self.offset: list[int] = rows["offset"].tolist()
+        self.nbytes: list[int] = rows["nbytes"].tolist()
+        self.left = sum(self.nbytes)
+        self.index = self.at = 0
+
+    def pieces(self, budget: int) -> list[tuple[int, int]]:
+        """The next (byte of the region, bytes), `budget` bytes together or whatever is left; moves on."""
+        found = []
+        while budget and self.index < len(self.nbytes):
+            size = min(budget, self.nbytes[self.index] - self.at)
+            found.append((self.offset[self.index] + self.at, size))
+            budget -= size
+            self.left -= size
+            self.at += size
+            if self.at == self.nbytes[self.index]:
+                self.index, self.at = self.index + 1, 0
+        return found
+
+
+class OwnerConnection:
+    """Serves one reader in the thread that calls `serve`."""
+
+    def __init__(self, channel: TlsChannel, instance: bytes, find: Find, silence: float) -> None:
+        self._channel, self._instance, self._find, self._silence = channel, instance, find, silence
+        self._waker = Waker()
+        self._stopping = False
+        self._greeted = False
+        self._received = bytearray()
+        self._sending: deque[_Sending] = deque()
+
+    def stop(self) -> None:
+        """Ends `serve` soon, from any thread."""
+        self._stopping = True
+        self._waker.wake()
+
+    def serve(self) -> None:
+        """Until the peer goes away, misbehaves, or `stop`. Raises BadFrame or one of LOST."""
+        scratch = memoryview(bytearray(64 << 10))
+        whole = moved = time.monotonic()  # when no frame of the peer was unfinished; when it last took bytes
+        sent = 0
+        try:
+            while not self._stopping:
+                if self._sending and not self._channel.sending:
+                    self._send_some()
+                # before the wait, since the peer's first frame may have come with the end of its handshake
+                while count := self._channel.read_into(scratch):
+                    self._received += scratch[:count]
+                    self._parse()
+                self._channel.flush()
+                if self._poll(0 if self._sending and not self._channel.sending else 1000):
+                    self._channel.fill()
+                now = time.monotonic()
+                if self._greeted and not self._received:
+                    whole = now
+                if not self._channel.sending or self._channel.sent != sent:
+                    moved, sent = now, self._channel.sent
+                if now - min(whole, moved) > self._silence:
+                    raise BadFrame(f"the peer has neither finished its frame nor taken a byte for {self._silence} s")
+        except BadFrame as error:
+            with contextlib.suppress(*LOST):
+                self._channel.write(wire.frame(Kind.FAILED, 0, error.detail.encode()[: wire.MAX_SENTENCE]))
+                self._channel.flush()
+            raise
+        finally:
+            self._waker.close()
+
+    def _poll(self, milliseconds: int) -> bool:
+        """Waits until something can be done; whether there is something to receive."""
+        poller = select.poll()
+        poller.register(self._channel.socket, select.POLLIN | (select.POLLOUT if self._channel.sending else 0))
+        poller.register(self._waker, select.POLLIN)
+        events = dict(poller.poll(milliseconds))
+        return bool(events.get(self._channel.socket.fileno(), 0) & ~select.POLLOUT)
+
+    def _parse(self) -> None:
+        """Handles the whole frames in what was received; what is left is less than one frame."""
+        size = wire.HEADER.size
+        while len(self._received) >= size:
+            allowed = wire.FROM_READER - {Kind.HELLO} if self._greeted else {Kind.HELLO}
+            kind, nbytes, number = wire.parse_header(bytes(self._received[:size]), allowed)
+            if len(self._received) < size + nbytes:
+                return
+            body = bytes(self._received[size : size + nbytes])
+            del self._received[: size + nbytes]
+            if kind is Kind.HELLO:
+                if wire.parse_greeting(body) != self._instance:
+                    raise BadFrame("this agent was restarted; ask for its current metadata")
+                self._greeted = True
+                self._channel.write(wire.greeting(Kind.WELCOME, self._instance))
+            elif kind is Kind.READ:
+                self._read(number, body)
+            else:
+                self._cancel(number)
+
+    def _read(self, number: int, body: bytes) -> None:
+        if number == 0 or any(sending.number == number for sending in self._sending):
+            raise BadFrame(f"request {number} cannot be")
+        if len(self._sending) >= _REQUESTS:
+            raise BadFrame(f"more than {_REQUESTS} requests at a time")
+        region_number, rows = wire.parse_read(body)
+        region = self._find(region_number)
+        if region is None:
+            self._refuse(number, "these bytes are not registered")
+        elif not wire.inside(rows, region.nbytes):
+            self._refuse(number, "a range lies outside the registered memory")
+        else:
+            self._sending.append(_Sending(number, region, rows))
+
+    def _refuse(self, number: int, sentence: str) -> None:
+        self._channel.write(wire.frame(Kind.FAILED, number, sentence.encode()))
+
+    def _cancel(self, number: int) -> None:
+        for sending in self._sending:
+            if sending.number == number:
+                self._sending.remove(sending)
+                self._channel.write(wire.frame(Kind.CANCELLED, number))
+                return
+
+    def _send_some(self) -> None:
+        """One DATA frame of the request whose turn it is; the requests of a peer take turns."""
+        sending = self._sending.popleft()
+        view = sending.region.enter()
+        if view is None:
+            self._refuse(sending.number, "the memory was released while it was being read")
+            return
+        try:
+            pieces = sending.pieces(min(sending.left, _UNSENT_BYTES))
+            total = sum(size for _, size in pieces)
+            small = bytearray(wire.header(Kind.DATA, total, sending.number))
+            for offset, size in pieces:
+                if size < _COPY_BELOW:
+                    small += view[offset : offset + size]
+                if len(small) >= _COPY_BELOW or (size >= _COPY_BELOW and small):
+                    self._channel.write(small)
+                    small = bytearray()
+                if size >= _COPY_BELOW:
+                    self._channel.write(view[offset : offset + size])
+            if small:
+                self._channel.write(small)
+        finally:
+            view.release()
+            sending.region.leave()
+        if sending.left:
+            self._sending.append(sending)
+
+
+class Listener:
+    """Accepts peers on one port; each is served by a thread of its own."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        context: ssl.SSLContext,
+        authenticate: Callable[[bytes | None], str],
+        instance: bytes,
+        find: Find,
+        *,
+        connect_seconds: float,
+        silence: float,
+    ) -> None:
+        """authenticate: the peer's name by its DER certificate, or raises KVBridgeError. Raises OSError."""
+        self._context, self._authenticate, self._instance, self._find = context, authenticate, instance, find
+        self._connect_seconds, self._silence = connect_seconds, silence
+        self._lock = threading.Lock()
+        self._closing = False
+        self._shaking = 0
+        self._open: dict[OwnerConnection, threading.Thread] = {}
+        self.refused = 0
+        """Connections that were turned away: no configured certificate, too many, or malformed."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family, backlog=128)
+        self.port: int = self._socket.getsockname()[1]
+        self._thread = threading.Thread(target=self._accept, name="kvbridge-stream-accept", daemon=True)
+        self._thread.start()
+
+    def connections(self) -> int:
+        """How many authenticated readers are being served."""
+        with self._lock:
+            return len(self._open)
+
+    def _accept(self) -> None:
+        while not self._closing:
+            try:
+                sock, _ = self._socket.accept()
+            except OSError:
+                if self._closing:
+                    return
+                time.sleep(0.05)  # out of descriptors, say
+                continue
+            with self._lock:
+                full = self._shaking >= MAX_HANDSHAKES or len(self._open) >= MAX_CONNECTIONS or self._closing
+                self._shaking += not full
+                self.refused += full
+            if full:
+                sock.close()
+                continue
+            threading.Thread(target=self._serve, args=(sock,), name="kvbridge-stream-serve", daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        channel, connection, shaking = None, None, True
+        try:
+            channel = TlsChannel(sock, self._context, server_side=True)
+            channel.handshake(time.monotonic() + self._connect_seconds)
+            self._authenticate(channel.certificate)
+            connection = OwnerConnection(channel, self._instance, self._find, self._silence)
+            with self._lock:
+                self._shaking, shaking = self._shaking - 1, False
+                if self._closing:
+                    return
+                self._open[connection] = threading.current_thread()
+            connection.serve()
+        except (KVBridgeError, *LOST) as error:
+            if connection is None or isinstance(error, TransferError):
+                with self._lock:
+                    self.refused += 1
+        finally:
+            with self._lock:
+                self._shaking -= shaking
+                if connection is not None:
+                    self._open.pop(connection, None)
+            if channel is not None:
+                channel.close()
+            else:
+                sock.close()
+
+    def close(self) -> None:
+        """Ends every connection, idempotent. Waits for their threads, at most five seconds."""
+        with self._lock:
+            self._closing = True
+            serving = dict(self._open)
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept
+        self._socket.close()
+        for connection in serving:
+            connection.stop()
+        deadline = time.monotonic() + 5.0
+        for thread in (*serving.values(), self._thread):
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))

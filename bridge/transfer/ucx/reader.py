@@ -1,0 +1,203 @@
+"""The reading side: one link to each owner, and the reads that run over it. All of it runs on the worker's thread."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from bridge.transfer.ucx import wire
+from bridge.transfer.ucx.library import transports_of
+from bridge.transfer.ucx.worker import OK, UcxWorker
+
+_PIECES_OF_A_READ = 4
+_PIECES_OF_A_LINK = 32
+
+
+class Reading:
+    """One read: its pieces, and what became of it."""
+
+    def __init__(self, target: np.ndarray, region: int, pieces: list[np.ndarray], nbytes: int, ended: Callable[[Reading], None]) -> None:
+        """target: uint8, the registered memory. pieces: int64 [n, 3] of (byte of the region, byte of the target, bytes).
+
+        ended: called once, when the outcome is known, before `settled` is true.
+        """
+        self.target, self.region, self.nbytes = target, region, nbytes
+        self.waiting = deque(pieces)
+        self.in_flight = 0
+        self.failure: str | None = None
+        self.given_up = False
+        self.settled = False
+        """No byte can arrive any more. Read from any thread, set on the worker's."""
+        self._ended: Callable[[Reading], None] | None = ended
+
+    def update(self) -> None:
+        """Notes the end when there is one."""
+        if (self.failure is not None or self.given_up) and self.waiting:
+            self.waiting.clear()
+        settled = not self.in_flight and not self.waiting
+        if (settled or self.given_up) and self._ended is not None:
+            ended, self._ended = self._ended, None
+            ended(self)
+        self.settled = settled
+
+
+class _Piece:
+    def __init__(self, reading: Reading) -> None:
+        self.reading = reading
+        self.verdict: str | None = None
+        self.status: int | None = None
+
+
+class Link:
+    """A reader's connection to one owner.
+
+    patience: seconds after which an owner that sends nothing of what was given up loses its endpoint, so that the targets are safe.
+    """
+
+    def __init__(self, worker: UcxWorker, peer: str, instance: bytes, address: bytes, patience: float) -> None:
+        self.peer = peer
+        self.users = 0  # Peer objects, counted by the agent
+        self.failure: str | None = None
+        self.ready = threading.Event()
+        self.readings: list[Reading] = []
+        self._worker, self._patience = worker, patience
+        self._session = secrets.token_bytes(wire.SESSION_BYTES)
+        self._next = secrets.randbelow(wire.REQUESTS)
+        self._pieces: dict[int, _Piece] = {}
+        self._moved = time.monotonic()
+        self._transports: list[str] = []
+        self._endpoint: Any = worker.connect(address)
+        proof = wire.prove(instance, self._session, worker.address)
+        worker.say(self._endpoint, wire.Hello(self._session, proof, worker.address))
+
+    @property
+    def session(self) -> bytes:
+        return self._session
+
+    def transports(self) -> list[str]:
+        """Those of the endpoint, as UCX reports them."""
+        if self.failure is None and self._endpoint.alive:
+            self._transports = transports_of(self._endpoint.handle) or self._transports
+        return self._transports
+
+    def handle(self, message: wire.Welcome | wire.Verdict) -> None:
+        """The owner's answers."""
+        self._moved = time.monotonic()
+        if isinstance(message, wire.Welcome):
+            if message.sentence:
+                self.fail(f"it refuses: {message.sentence}")
+            self.ready.set()
+        else:
+            piece = self._pieces.get(message.request)
+            if piece is not None:
+                piece.verdict = message.sentence
+                self._finish(message.request, piece)
+
+    def start(self, reading: Reading) -> None:
+        """Begins a read."""
+        if reading.given_up:
+            reading.update()
+            return
+        self.readings.append(reading)
+        if self.failure is not None:
+            reading.failure = self.failure
+            reading.update()
+        self.pump()
+
+    def give_up(self, reading: Reading) -> None:
+        """Asks for nothing more."""
+        if not reading.settled and not reading.given_up:
+            reading.given_up = True
+            self._moved = time.monotonic()
+            reading.update()
+
+    def pump(self) -> None:
+        """Asks for the next pieces; reads take turns."""
+        self.readings = [reading for reading in self.readings if not reading.settled]
+        if self.failure is None and not self._endpoint.alive:
+            self.fail("the peer is gone")
+        progress = self.failure is None
+        while progress and len(self._pieces) < _PIECES_OF_A_LINK:
+            progress = False
+            for reading in self.readings:
+                if reading.waiting and reading.in_flight < _PIECES_OF_A_READ and len(self._pieces) < _PIECES_OF_A_LINK:
+                    self._ask(reading)
+                    progress = True
+
+    def _ask(self, reading: Reading) -> None:
+        table = reading.waiting.popleft()
+        self._next = (self._next + 1) % wire.REQUESTS
+        number = self._next
+        rows = np.empty(len(table), wire.RANGE)
+        rows["offset"], rows["nbytes"] = table[:, 0], table[:, 2]
+        target = reading.target
+        pairs = [(target[at : at + n], wire.data_tag(number, i)) for i, (_, at, n) in enumerate(table.tolist())]
+        piece = self._pieces[number] = _Piece(reading)
+        reading.in_flight += 1
+
+        def received(status: int) -> None:
+            piece.status = status
+            self._finish(number, piece)
+
+        try:
+            self._worker.receive(self._endpoint, pairs, received)
+            self._worker.say(self._endpoint, wire.Read(self._session, number, reading.region, rows.tobytes()))
+        except Exception as error:  # the bindings raise types of their own: the endpoint has failed
+            self.fail(f"the peer is gone ({error})")
+
+    def _finish(self, number: int, piece: _Piece) -> None:
+        self._moved = time.monotonic()
+        if piece.status is None or (piece.status == OK and piece.verdict is None):
+            return
+        if self._pieces.pop(number, None) is None:
+            return
+        reading = piece.reading
+        reading.in_flight -= 1
+        if piece.status != OK:
+            reading.failure = reading.failure or self.failure or f"UCX reports status {piece.status}"
+        elif piece.verdict:
+            reading.failure = reading.failure or piece.verdict
+        reading.update()
+        self.pump()
+
+    def tick(self) -> None:
+        """Notices an owner that has gone, or that is silent while the target of a read that was given up is not safe."""
+        if self.failure is not None:
+            return
+        if not self._endpoint.alive:
+            self.fail("the peer is gone")
+        elif time.monotonic() - self._moved > self._patience and any(r.given_up and not r.settled for r in self.readings):
+            self.fail(f"the peer was silent for {self._patience} s after a read was given up")
+
+    def fail(self, reason: str) -> None:
+        """Closes the endpoint: UCX then completes what was under way, with an error. Idempotent."""
+        if self.failure is not None:
+            return
+        self.failure = reason
+        self._transports = []
+        self._worker.disconnect(self._endpoint)
+        for reading in self.readings:
+            if not reading.settled and not reading.given_up:
+                reading.failure = reading.failure or reason
+                reading.update()
+        self.ready.set()
+
+    def leave(self) -> None:
+        """Nobody uses this link any more. With bytes under way the endpoint is closed at once; else the owner is told first."""
+        if self.failure is not None:
+            return
+        if self._pieces:
+            self.fail("it was disconnected")
+            return
+        worker, endpoint = self._worker, self._endpoint
+        self.failure = "it was disconnected"
+        try:
+            worker.say(endpoint, wire.Bye(self._session), lambda status: worker.disconnect(endpoint))
+        except Exception:  # the bindings raise types of their own
+            worker.disconnect(endpoint)

@@ -1,0 +1,211 @@
+"""One UCX worker and the one thread that touches it. It sleeps on UCX's event descriptor; other threads hand it functions to run."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import os
+import select
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from bridge.transfer.errors import AgentUnavailable, TransferError
+from bridge.transfer.stream.tls import Waker
+from bridge.transfer.ucx import wire
+from bridge.transfer.ucx.library import INSTALL, load
+
+T = TypeVar("T")
+
+_CONTROL_BUFFERS = 16
+_SPINS = 128  # progress calls between two looks at what has completed
+_CLOSE_NANOSECONDS = 2 * 10**9
+OK = 0
+IN_PROGRESS = 1
+
+
+class _Watch:
+    """Requests that were started together; `done` is called once with the first bad status, or OK."""
+
+    def __init__(self, requests: Sequence[Any], held: object, done: Callable[[int], None]) -> None:
+        self.requests, self.held, self.done = deque(requests), held, done
+        self.status = OK
+
+    def completed(self) -> bool:
+        while self.requests and self.requests[0].completed:
+            status = int(self.requests.popleft().status)
+            self.status = self.status or status
+        return not self.requests
+
+
+class UcxWorker:
+    """handle: called with each control message; tick: called after each round. Both on the worker's thread. Raises AgentUnavailable."""
+
+    def __init__(self, tls: str | None, handle: Callable[[wire.Message], None], tick: Callable[[], None]) -> None:
+        self._handle, self._tick = handle, tick
+        self._bindings, self._array = load()
+        u = self._bindings
+        quiet = {"WARN_UNUSED_ENV_VARS": "n"}
+        try:
+            self._context = u.UCXContext(quiet if tls is None else quiet | {"TLS": tls}, feature_flags=(u.Feature.TAG, u.Feature.WAKEUP))
+            self._worker = u.UCXWorker(self._context)
+            self._worker.init_blocking_progress_mode()
+            self.address: bytes = self._worker.address.tobytes()
+        except Exception as error:  # the bindings raise types of their own
+            allowed = "all its transports" if tls is None else f"UCX_TLS={tls}"
+            raise AgentUnavailable(
+                f"UCX refuses to start with {allowed}: {error}", remedy="correct UCX_TLS or the configured transports, or " + INSTALL
+            ) from error
+        self._waker = Waker()
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._watches: list[_Watch] = []
+        self._endpoints: list[Any] = []
+        self._control: deque[tuple[Any, np.ndarray]] = deque()
+        for buffer in np.zeros((_CONTROL_BUFFERS, wire.CONTROL_BYTES), np.uint8):
+            self._post_control(buffer)
+        self._closing = False
+        self.ignored = 0
+        """Control messages that were malformed or out of turn."""
+        self._thread = threading.Thread(target=self._run, name="kvbridge-ucx", daemon=True)
+        self._thread.start()
+
+    # -- from any thread
+
+    def post(self, job: Callable[[], None]) -> None:
+        """Runs `job` on the worker's thread, soon. Nothing runs after close."""
+        self._jobs.append(job)
+        self._waker.wake()
+
+    def call(self, function: Callable[[], T], timeout: float) -> T:
+        """Runs `function` on the worker's thread and returns its result. Raises TimeoutError, or what it raises."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def job() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        if self._closing:
+            raise AgentUnavailable("the ucx agent is closed", remedy="make a new one")
+        self.post(job)
+        return future.result(timeout)
+
+    def close(self) -> bool:
+        """Closes every endpoint and destroys the worker; whether nothing was left unfinished. Idempotent."""
+        self._closing = True
+        self._waker.wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(10.0)
+        return not self._thread.is_alive() and not self._watches
+
+    # -- on the worker's thread
+
+    def connect(self, address: bytes) -> Any:
+        """An endpoint to another worker. Raises what ucxx raises."""
+        remote = self._bindings.UCXAddress.create_from_buffer(address)
+        endpoint = self._worker.create_endpoint_from_worker_address(remote, True)
+        self._endpoints.append(endpoint)
+        return endpoint
+
+    def disconnect(self, endpoint: Any) -> None:
+        """Closes an endpoint by force; what was under way with it completes with an error. Idempotent."""
+        if endpoint in self._endpoints:
+            self._endpoints.remove(endpoint)
+            with contextlib.suppress(Exception):  # a peer that died may have closed it
+                endpoint.close_blocking(period=_CLOSE_NANOSECONDS, max_attempts=1)
+            # Where the endpoint had failed by itself, closing it does not end its receives; this does, and leaves other endpoints' alone.
+            self._worker.cancel_inflight_requests(_CLOSE_NANOSECONDS, 1)
+
+    def send(self, endpoint: Any, pairs: Sequence[tuple[np.ndarray, int]], done: Callable[[int], None]) -> None:
+        """Sends arrays (uint8) under their tags."""
+        u = self._bindings
+        self._watch([endpoint.tag_send(self._array(data), u.UCXXTag(tag)) for data, tag in pairs], pairs, done)
+
+    def say(self, endpoint: Any, message: wire.Message, done: Callable[[int], None] = lambda status: None) -> None:
+        """Sends a control message."""
+        self.send(endpoint, [(wire.encode(message), wire.CONTROL_TAG)], done)
+
+    def receive(self, endpoint: Any, pairs: Sequence[tuple[np.ndarray, int]], done: Callable[[int], None]) -> None:
+        """Receives into arrays (uint8) under their tags."""
+        u = self._bindings
+        self._watch([endpoint.tag_recv(self._array(data), u.UCXXTag(tag)) for data, tag in pairs], pairs, done)
+
+    def _watch(self, requests: Sequence[Any], held: object, done: Callable[[int], None]) -> None:
+        self._watches.append(_Watch(requests, held, done))
+
+    def _post_control(self, buffer: np.ndarray) -> None:
+        buffer[:] = 0
+        request = self._worker.tag_recv(self._array(buffer), self._bindings.UCXXTag(wire.CONTROL_TAG))
+        self._control.append((request, buffer))
+
+    def _run(self) -> None:
+        poller = select.poll()
+        poller.register(self._worker.epoll_file_descriptor, select.POLLIN)
+        poller.register(self._waker, select.POLLIN)
+        try:
+            while not self._closing:
+                moved = self._round()
+                if not moved and not self._jobs and self._worker.arm():
+                    poller.poll(200)
+                    self._waker.clear()
+        finally:
+            self._closing = True  # also where a round has raised: calls then say so instead of waiting
+            self._end()
+
+    def _end(self) -> None:
+        for endpoint in list(self._endpoints):
+            self.disconnect(endpoint)
+        with contextlib.suppress(Exception):
+            self._worker.cancel_inflight_requests(_CLOSE_NANOSECONDS, 1)
+        for _ in range(100):
+            if not self._round() and not self._watches:
+                break
+        self._control.clear()
+        self._waker.close()
+        del self._worker, self._context
+
+    def _round(self) -> bool:
+        """One round of progress; whether anything happened."""
+        spins = 0
+        while spins < _SPINS and self._worker.progress_once():
+            spins += 1
+        moved = spins > 0
+        while self._jobs:
+            moved = True
+            self._jobs.popleft()()
+        while self._control and self._control[0][0].completed:  # in the order in which they were sent
+            moved = True
+            request, buffer = self._control.popleft()
+            if int(request.status) == OK:
+                self._dispatch(buffer)
+            if not self._closing:
+                self._post_control(buffer)
+        if any(watch.completed() for watch in self._watches):
+            moved = True
+            over = [watch for watch in self._watches if watch.completed()]
+            self._watches = [watch for watch in self._watches if not watch.completed()]
+            for watch in over:
+                watch.done(watch.status)
+        self._tick()
+        return moved
+
+    def _dispatch(self, buffer: np.ndarray) -> None:
+        try:
+            self._handle(wire.decode(buffer))
+        except TransferError:
+            self.ignored += 1  # the data port is not authenticated: what is not understood is dropped
+
+
+def environment_tls(transports: Sequence[str] | None) -> tuple[str | None, str]:
+    """(what UCX_TLS is to be, or None for UCX's choice; a sentence that says by whom). The environment wins, as it does for NIXL."""
+    given = os.environ.get("UCX_TLS")
+    if given is not None:
+        ignored = ", which overrides the configuration" if transports is not None else ""
+        return given, f"UCX_TLS={given} from the environment{ignored}"
+    if transports is None:
+        return None, "UCX chooses among all its transports"
+    return ",".join(transports), f"UCX_TLS={','.join(transports)} from the configuration"

@@ -1,0 +1,27 @@
+"""The accelerator's host code and the shared kernels on torch's CPU, under Triton's interpreter: what CI has in place of a card."""
+
+from __future__ import annotations
+
+import torch
+
+from backends.accelerator.device import Accelerator
+from backends.kernels.plan import Tuning
+from bridge.wire import SlotCodec
+
+EXACT = Tuning(blocks=2, matrix=False, fused=False, canonical_nan=False, integer_cast=True)
+"""The reference's own arithmetic."""
+
+
+def exact_tuning(operation: str, codec: SlotCodec) -> Tuning:
+    return EXACT
+
+
+class InterpretedDevice(Accelerator):
+    """Exact by its settings. Its scratch is small, so that a payload of the tests passes through it in several pieces."""
+
+    name = "interpreted"
+    exact = True
+    slow = True
+
+    def __init__(self, piece_bytes: int = 1 << 14) -> None:
+        super().__init__(torch.device("cpu"), exact_tuning, piece_bytes=piece_bytes, lanes=2)

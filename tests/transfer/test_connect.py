@@ -1,0 +1,46 @@
+"""Agent.connect."""
+
+from __future__ import annotations
+
+import time
+
+from tests.transfer.serving import memory_of, poisoned, read_all
+
+
+def test_the_same_peer_several_times(make, served):
+    agent = make()
+    target = agent.register(memory_of(poisoned(4096)))
+    peers = [agent.connect(served.metadata) for _ in range(3)]
+    for peer in peers:
+        read_all(peer, served.memory, target, 4096)
+        peer.disconnect()
+
+
+def test_is_quick(make, served):
+    agent = make()
+    agent.connect(served.metadata).disconnect()
+    started = time.monotonic()
+    agent.connect(served.metadata)
+    assert time.monotonic() - started < 2
+
+
+def test_a_reader_reads_from_two_owners(make, served):
+    second = make("second", serves=True)
+    theirs = poisoned(4096)
+    theirs[:] = 7
+    second.register(memory_of(theirs))
+    agent, mine = make(), poisoned(8192)
+    target = agent.register(memory_of(mine))
+    from bridge.transfer.agent import ReadRange, RemoteMemory
+    from tests.transfer.serving import content, wait
+
+    one, two = agent.connect(served.metadata), agent.connect(second.metadata())
+    reads = [
+        one.read(served.memory, target, [ReadRange(0, 0, 4096)]),
+        two.read(RemoteMemory(theirs.ctypes.data, 4096), target, [ReadRange(0, 4096, 4096)]),
+    ]
+    for read in reads:
+        wait(read)
+        read.release()
+    assert (mine[:4096] == content(4096, 3)).all()
+    assert (mine[4096:] == 7).all()
