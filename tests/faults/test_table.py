@@ -1,0 +1,58 @@
+"""The fault table, a seeded sample: each fault at each step once. The whole: `python -m tests.faults.run --runs 10000`."""
+
+import random
+
+import pytest
+
+from backends.cpu import reference
+from tests.faults.faulty_agent import DATA_FAULTS
+from tests.faults.rig import Rig, Wrong
+from tests.faults.run import run, table
+from tests.faults.scenarios import CELLS, FAULTS
+
+SEED = 20261130
+CORRUPTING = ("lose", "truncate", "reorder", "misdirect", "corrupt")
+"""Faults of the data that the agent reports as success: only the tags stand between them and the pages."""
+
+
+@pytest.mark.slow
+def test_every_fault_at_every_step_ends_in_the_right_bytes_or_a_typed_counted_failure():
+    rows, wrong = run(len(CELLS), SEED, rigs=8)
+    assert wrong == []
+    assert len(rows) == len(CELLS)
+    counted = table(rows)
+    met = {fault for (fault, _), (count, *_) in counted.items() if count}
+    assert met == {fault.name for fault in FAULTS}, "every fault was met somewhere"
+    assert sum(count > 0 for count, *_ in counted.values()) > 0.85 * len(CELLS), "and at nearly every step, by this seed"
+    for kind in CORRUPTING:
+        said = [decoders for (fault, _), (_, decoders, _) in counted.items() if fault == f"data: {kind}"]
+        assert not any(counts["right"] for counts in said), "bytes that are others were never accepted"
+
+
+@pytest.fixture
+def rig(tmp_path):
+    made = Rig(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("kind", CORRUPTING)
+def test_without_verification_the_judge_finds_wrong_content(rig, monkeypatch, kind):
+    """The product has no such switch. What this run accepts, the tags refuse in every other."""
+    assert kind in DATA_FAULTS
+    monkeypatch.setattr(reference, "verify_tags", lambda *arguments: None)
+    fault = next(fault for fault in FAULTS if fault.name == f"data: {kind}")
+    for number, step in enumerate(fault.steps):
+        with pytest.raises(Wrong, match=r"wrong content was committed|bytes of something else"):
+            fault.run(rig, step, random.Random(number))
+        rig.settle()
+
+
+def test_the_same_number_of_the_same_seed_is_the_same_run(rig):
+    from tests.faults.scenarios import run_one
+
+    number = next(number for number, (fault, step) in enumerate(CELLS) if fault.name == "data: corrupt")
+    answers = [run_one(rig, number, SEED) for _ in range(2)]
+    assert answers[0][:2] == answers[1][:2] == ("data: corrupt", "first chunk")
+    assert [str(one) for one in answers[0][2]] == [str(one) for one in answers[1][2]] == ["bad_tag/bad_tag"]
+    assert answers[0][3]
