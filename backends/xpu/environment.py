@@ -1,0 +1,151 @@
+"""The environment of the emulated XPU: Intel's Triton, Intel's OpenCL runtime for CPUs, and Intel's offline compiler.
+
+python -m backends.xpu.environment [FOLDER] makes it; `make xpu-env` does that for .venv-xpu. It takes torch and everything else from the
+environment that makes it, and needs no root: Debian's packages of the offline compiler are unpacked, not installed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from bridge.devices import DeviceError
+
+ROOT = Path(__file__).resolve().parents[2]
+STAMP = "kvbridge xpu environment 1"
+"""Raise the number when an environment made before is not enough."""
+PINS = ("triton-xpu==3.3.0b1", "intel-opencl-rt==2026.2.0", "intel-cmplr-lib-rt==2026.2.0", "tbb==2023.2.0")
+"""As in constraints-xpu.txt."""
+_DEBIAN = (
+    "intel-opencl-icd",
+    "libigc1",
+    "libigdfcl1",
+    "libigdgmm12",
+    "libopencl-clang14",
+    "libllvmspirvlib14",
+    "libllvm14",
+    "libclang-cpp14",
+)
+# What a small system may lack of the libraries that those need.
+_DEBIAN_MORE = ("libedit2", "libbsd0", "libmd0", "libxml2", "libicu72", "libz3-4")
+_NOT_NEEDED = ("triton/backends/nvidia", "triton/backends/amd")
+
+
+class EnvironmentMissing(DeviceError):
+    """The emulated XPU's own environment is not there."""
+
+    clause = "xpu_environment"
+    remedy = "make xpu-env"
+
+
+@dataclass(frozen=True)
+class XpuEnvironment:
+    """A folder that `make` made."""
+
+    folder: Path
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin" / "python"
+
+    def ocloc(self) -> tuple[Path, dict[str, str]] | None:
+        """(Intel's offline compiler, the environment variables that it needs), or None where neither Debian nor the system has one."""
+        unpacked = self.folder / "debian" / "usr"
+        if (unpacked / "bin" / "ocloc").exists():
+            libraries = (unpacked / "lib" / "x86_64-linux-gnu", unpacked / "lib" / "llvm-14" / "lib")
+            return unpacked / "bin" / "ocloc", {"LD_LIBRARY_PATH": ":".join(map(str, libraries))}
+        found = shutil.which("ocloc")
+        return (Path(found), {}) if found else None
+
+
+def cache_folder() -> Path:
+    """Where builds of kernels are kept between runs."""
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "kvbridge" / "xpu"
+
+
+def find_environment() -> XpuEnvironment | None:
+    """KVBRIDGE_XPU_ENV where that is set, else .venv-xpu beside the project; None where it is not there or was made by an older version."""
+    folder = Path(os.environ.get("KVBRIDGE_XPU_ENV") or ROOT / ".venv-xpu")
+    stamp = folder / ".ready"
+    return XpuEnvironment(folder) if stamp.is_file() and stamp.read_text().strip() == STAMP else None
+
+
+def need_environment() -> XpuEnvironment:
+    """Raises EnvironmentMissing."""
+    found = find_environment()
+    if found is None:
+        raise EnvironmentMissing("the emulated XPU needs Intel's Triton and OpenCL runtime, whose environment (.venv-xpu) is not there")
+    return found
+
+
+def _run(*command: str | Path, cwd: Path | None = None) -> None:
+    try:
+        subprocess.run([str(part) for part in command], check=True, cwd=cwd, capture_output=True, text=True)
+    except (subprocess.CalledProcessError, OSError) as error:
+        said = (getattr(error, "stderr", "") or str(error)).strip()[-800:]
+        raise DeviceError(
+            f"{command[0]} failed: {said}", remedy="check the network and the package index, then run make xpu-env again"
+        ) from None
+
+
+def _install_ocloc(folder: Path) -> None:
+    """Fetches Debian's packages with apt's ordinary client, whose state is kept in the folder, and unpacks them there."""
+    apt = folder / "apt"
+    for part in ("lists/partial", "cache/archives/partial", "debs"):
+        (apt / part).mkdir(parents=True, exist_ok=True)
+    options = [f"Dir::State::Lists={apt}/lists", f"Dir::Cache={apt}/cache", "Debug::NoLocking=1", "APT::Sandbox::User=root"]
+    client = ["apt-get", "-qq", *(word for option in options for word in ("-o", option))]
+    _run(*client, "update")
+    _run(*client, "download", *_DEBIAN, cwd=apt / "debs")
+    target = folder / "debian"
+    for package in sorted((apt / "debs").glob("*.deb")):
+        _run("dpkg", "-x", package, target)
+    libraries = target / "usr" / "lib" / "x86_64-linux-gnu"
+    (libraries / "libiga64.so").symlink_to("libiga64.so.1")  # the name that the disassembler asks for
+    environment = {**os.environ, "LD_LIBRARY_PATH": f"{libraries}:{target}/usr/lib/llvm-14/lib"}
+    needed = subprocess.run(["ldd", *map(str, libraries.glob("*.so*"))], env=environment, capture_output=True, text=True).stdout
+    if "not found" in needed:
+        _run(*client, "download", *_DEBIAN_MORE, cwd=apt / "debs")
+        for package in sorted((apt / "debs").glob("*.deb")):
+            _run("dpkg", "-x", package, target)
+    shutil.rmtree(apt)
+
+
+def make(folder: Path) -> XpuEnvironment:
+    """Makes the environment, replacing what is there. Raises DeviceError with what failed."""
+    shutil.rmtree(folder, ignore_errors=True)
+    _run(sys.executable, "-m", "venv", "--without-pip", folder)
+    made = XpuEnvironment(folder.resolve())
+    _run(sys.executable, "-m", "pip", "--python", made.python, "install", "--quiet", "--no-deps", "--no-compile", *PINS)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    packages = made.folder / "lib" / version / "site-packages"
+    for name in _NOT_NEEDED:
+        shutil.rmtree(packages / name, ignore_errors=True)
+    (made.folder / "lib" / "icx-lto.so").unlink(missing_ok=True)
+    # After this environment's own packages, so that Intel's triton comes first.
+    (packages / "zz_kvbridge.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
+    if shutil.which("apt-get") and shutil.which("dpkg"):
+        _install_ocloc(made.folder)
+    (made.folder / ".ready").write_text(STAMP + "\n")
+    return made
+
+
+def main() -> int:
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / ".venv-xpu"
+    try:
+        made = make(folder)
+    except DeviceError as error:
+        print(error, file=sys.stderr)
+        return 1
+    compiler = made.ocloc()
+    print(f"{made.folder}: Intel's Triton and OpenCL runtime; offline compiler: {compiler[0] if compiler else 'none (no apt here)'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""What needs neither an Intel GPU nor the emulation's environment."""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from backends.xpu import environment, frames, native, probe, spirv
+from backends.xpu.described import Places, cache_of, layers_as_messages, shares_as_messages, shares_of
+from bridge.codecs import declared
+from bridge.devices import DeviceError, open_device
+from bridge.pages import LayerPages, OpaquePages, PagedCache, PagesDoNotFit, SlotPages
+from tests.conformance.cases import Case, chunks, source
+
+
+def instruction(opcode: int, *words: int) -> list[int]:
+    return [(len(words) + 1) << 16 | opcode, *words]
+
+
+def module(*parts: list[int]) -> bytes:
+    return np.array([spirv.MAGIC, 0x10400, 0, 9, 0, *(word for part in parts for word in part)], np.uint32).tobytes()
+
+
+def text(words: bytes) -> list[int]:
+    return np.frombuffer(words + bytes(4 - len(words) % 4), np.uint32).tolist()
+
+
+def test_only_what_the_runtime_refuses_leaves_a_module() -> None:
+    kernel, addresses = instruction(17, 6), instruction(17, 4)
+    hint, vectors = instruction(17, 5892), instruction(17, 5606)
+    extension = instruction(10, *text(b"SPV_INTEL_kernel_attributes"))
+    other = instruction(10, *text(b"SPV_KHR_no_integer_wrap_decoration"))
+    size, lanes = instruction(16, 5, 5893, 128, 1, 1), instruction(16, 5, 35, 16)
+    whole = module(kernel, hint, addresses, vectors, extension, other, size, lanes)
+    assert spirv.for_cpu_runtime(whole) == module(kernel, addresses, other, lanes)
+
+
+@pytest.mark.parametrize("bad", [b"", bytes(20), module([0]), module([9 << 16 | 17])])
+def test_what_is_no_module_is_refused(bad: bytes) -> None:
+    with pytest.raises(spirv.BadModule):
+        spirv.for_cpu_runtime(bad)
+
+
+def test_frames_are_bounded_and_typed() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        frames.send(ours, frames.Hello())
+        assert frames.receive_call(theirs) == frames.Hello()
+        theirs.sendall(struct.pack("<I", frames.MAX_FRAME + 1))
+        with pytest.raises(frames.BadFrame):
+            frames.receive_answer(ours)
+        body = msgspec.msgpack.encode({"type": "run", "code": "x"})
+        ours.sendall(struct.pack("<I", len(body)) + body)
+        with pytest.raises(frames.BadFrame):
+            frames.receive_call(theirs)
+        ours.close()
+        assert frames.receive_call(theirs) is None
+
+
+def test_pages_keep_layout_and_alignment_in_shared_memory() -> None:
+    codec, meaning = declared("turboquant_4bit_nc"), "test/rows"
+    floats = torch.randn(3, 16, 2, 64)[:, :, :, ::2]
+    slots = torch.randint(0, 256, (3, 16, 2, 2 * codec.for_layer(64, declared_element()).slot_bytes(64)), dtype=torch.uint8)
+    opaque = torch.randint(0, 256, (4, 16, 2, 24), dtype=torch.uint8)
+    cache = PagedCache(
+        {2: LayerPages.nhd(floats, floats), 5: SlotPages.rows(slots, codec, 64), 7: OpaquePages(opaque, meaning)}, first_head=3
+    )
+    places = Places(100)
+    messages = layers_as_messages(cache, [7, 2, 5, 2], places)
+    memory = np.zeros(places.end, np.uint8)
+    assert len(places.storages) == 3
+    for held, place in places.storages.values():
+        memory[place : place + held.size] = held
+        assert (place - held.ctypes.data) % frames.ALIGNMENT == 0
+    found = cache_of(messages, 3, memory)
+    assert found.first_head == 3
+    for index, layer in cache.layers.items():
+        other = found.layers[index]
+        assert type(other) is type(layer)
+        for mine, its in zip(layer.sides, other.sides, strict=True):
+            assert (mine is None) == (its is None)
+            if mine is not None and its is not None:
+                assert mine.coding == its.coding
+                assert mine.codes.stride() == its.codes.stride()
+                assert torch.equal(mine.codes, its.codes)
+
+
+def declared_element():
+    from bridge.wire import Element
+
+    return Element.BF16
+
+
+def test_places_outside_the_shared_memory_are_refused() -> None:
+    places = Places(0)
+    messages = layers_as_messages(PagedCache({0: LayerPages.nhd(torch.zeros(2, 16, 1, 64), torch.zeros(2, 16, 1, 64))}), [0], places)
+    with pytest.raises(PagesDoNotFit):
+        cache_of(messages, 0, np.zeros(64, np.uint8))
+
+
+def test_shares_cross_unchanged() -> None:
+    case = Case("turboquant_3bit_nc")
+    for share in chunks(case.manifest(), source(case).cache):
+        assert shares_of(shares_as_messages(share.shares)) == list(share.shares)
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [
+        ("Intel(R) Data Center GPU Max 1550", "pvc"),
+        ("Intel(R) Arc(TM) A770 Graphics", "dg2"),
+        ("Intel(R) Arc(TM) B580 Graphics", "bmg"),
+        ("Intel(R) Something New", ""),
+    ],
+)
+def test_architectures(name: str, architecture: str) -> None:
+    assert probe.architecture_of(name) == architecture
+
+
+@pytest.mark.skipif(hasattr(torch, "xpu") and torch.xpu.is_available(), reason="this host has an Intel GPU")
+def test_a_host_without_intel_packages_gets_one_sentence_a_device(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    monkeypatch.setenv("KVBRIDGE_XPU_ENV", str(tmp_path))
+    for device, words in (("xpu", "torch"), ("xpu-emulated", "make xpu-env")):
+        with pytest.raises(DeviceError, match=words) as failure:
+            open_device(device)
+        said = str(failure.value)
+        assert "\n" not in said
+        assert device in said or "emulated XPU" in said
+
+
+def test_an_environment_of_an_older_version_is_absent(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    monkeypatch.setenv("KVBRIDGE_XPU_ENV", str(tmp_path))
+    (tmp_path / ".ready").write_text("kvbridge xpu environment 0\n")
+    assert environment.find_environment() is None
+    (tmp_path / ".ready").write_text(environment.STAMP + "\n")
+    assert environment.find_environment() == environment.XpuEnvironment(tmp_path)
+
+
+def test_pins_are_those_of_the_constraints() -> None:
+    lines = (environment.ROOT / "constraints-xpu.txt").read_text().splitlines()
+    assert tuple(line for line in lines if not line.startswith("#")) == environment.PINS
+
+
+def test_level_zero_is_found_where_ucx_keeps_modules(tmp_path) -> None:
+    assert probe.level_zero_in_ucx((tmp_path,)) is None
+    (tmp_path / "ucx").mkdir()
+    (tmp_path / "ucx" / "libuct_ze.so.0").touch()
+    assert probe.level_zero_in_ucx((tmp_path,)) == tmp_path / "ucx" / "libuct_ze.so.0"
+
+
+def test_the_report_turns_red() -> None:
+    good = native.Built("a", instructions=10, expected=1.0)
+    assert not good.fault
+    for bad in (native.Built("a", failure="x"), native.Built("a", spills=1), native.Built("a", claims_dpas=True)):
+        assert bad.fault
+        assert bad.fault in native.table([bad])
+    assert not native.Built("a", claims_dpas=True, dpas=4).fault
+
+
+def test_instructions_are_counted() -> None:
+    assembly = "L0:\n  (W) mov (16|M0) r1.0<1>:ud 0x0:ud\n      send.ugm (32|M0) r2 r3 null:0\n(f0.0)  dpas.8x8 (16|M0) r1:f\n// a remark\n"
+    assert native.mix(assembly) == {"mov": 1, "send.ugm": 1, "dpas.8x8": 1}
+
+
+def test_every_shipped_configuration_is_inspected() -> None:
+    every = native.configurations()
+    assert len(set(every)) == len(every) == 264
+    assert {one.device for one in native.chosen(20, 1)} == set(native.DEVICES)
+    assert native.chosen(20, 1) == native.chosen(20, 1)
