@@ -5,6 +5,9 @@ from __future__ import annotations
 import threading
 from collections import Counter
 
+MAX_NAMES = 256
+"""Distinct counters, beyond which new clauses are counted as "other": some clauses come from peers."""
+
 
 class Counters:
     """Monotonic counters, safe for several threads."""
@@ -17,6 +20,8 @@ class Counters:
         """Adds to `event`, or to `event{clause}` where a clause is given."""
         name = f"{event}{{{clause}}}" if clause else event
         with self._lock:
+            if clause and name not in self._counts and len(self._counts) >= MAX_NAMES:
+                name = f"{event}{{other}}"
             self._counts[name] += amount
 
     def snapshot(self) -> dict[str, int]:

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 from bridge.codecs import check_tables
 from bridge.handoff.errors import ContentDiffers, HeadsDiffer, LayersMissing, LossyPayload, ModelDiffers, OpaqueDiffers, TokensMissing
+from bridge.handoff.messages import MAX_CHUNKS
 from bridge.handoff.ticket import Ticket
 from bridge.pages import CacheGroup, LayerDescription
 from bridge.shares import token_end, written_range
-from bridge.wire import CodingKind, ContentKind, Group, GroupKind, Manifest
+from bridge.wire import CodingKind, ContentKind, Group, GroupKind, Manifest, PayloadMap
+from bridge.wire.errors import TooLarge
 
 
 def check_ticket(manifest: Manifest, ticket: Ticket) -> None:
@@ -17,6 +19,12 @@ def check_ticket(manifest: Manifest, ticket: Ticket) -> None:
     named = (ticket.request_id, ticket.lease, ticket.generation)
     if (manifest.request_id, manifest.lease, manifest.generation) != named:
         raise ContentDiffers("the manifest is of another request, lease or generation than the ticket")
+
+
+def check_chunks(payload: PayloadMap) -> None:
+    """Raises TooLarge for a payload of more chunks than messages can name."""
+    if payload.chunk_count > MAX_CHUNKS:
+        raise TooLarge(f"{payload.chunk_count} chunks, the limit is {MAX_CHUNKS}", remedy="choose a larger chunk size")
 
 
 def check_fits(

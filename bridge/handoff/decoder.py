@@ -18,7 +18,7 @@ from bridge.errors import KVBridgeError
 from bridge.handoff import messages
 from bridge.handoff.bounds import Bounds, Observer, ignore
 from bridge.handoff.channel import Channel
-from bridge.handoff.compatibility import check_fits, check_lossless, check_ticket
+from bridge.handoff.compatibility import check_chunks, check_fits, check_lossless, check_ticket
 from bridge.handoff.errors import (
     Cancelled,
     CannotConnect,
@@ -40,7 +40,7 @@ from bridge.pages import BlockTable, CacheGroup, PagedCache
 from bridge.shares import as_groups, token_end
 from bridge.transfer.agent import Agent
 from bridge.transfer.errors import TransferTimeout
-from bridge.wire import ContentKind, Manifest, TagKeys, open_sealed
+from bridge.wire import ContentKind, Manifest, PayloadMap, TagKeys, open_sealed
 
 
 @dataclass(frozen=True)
@@ -252,6 +252,7 @@ class Decoder:
             self.observe("granted", {"request_id": ticket.request_id})
             manifest = open_sealed(claimed.manifest, claimed.key)
             check_ticket(manifest, ticket)
+            check_chunks(PayloadMap(manifest))
             end_token = token_end(manifest) if target.end_token is None else target.end_token
             groups = as_groups(target.cache, target.table)
             check_fits(manifest, groups, target.model_digest, target.first_token, end_token, target.content)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 from bridge.errors import KVBridgeError
 
@@ -186,12 +187,16 @@ class BadTicket(HandoffError):
     remedy = "pass the prefiller's ticket on unchanged"
 
 
+_CLAUSE = re.compile(r"[a-z][a-z0-9_]{0,39}")
+
+
 class Refused(HandoffError):
     """The peer refused. `clause` is the peer's clause, so a refusal is counted under its own name on both sides."""
 
     def __init__(self, clause: str, detail: str, remedy: str) -> None:
         super().__init__(f"the peer refused: {detail}", remedy=remedy)
-        self.clause = clause  # type: ignore[misc]
+        # It becomes a counter's name and a metric's label, and the peer chose it.
+        self.clause = clause if _CLAUSE.fullmatch(clause) else "other"  # type: ignore[misc]
 
 
 def as_failure(error: BaseException) -> KVBridgeError:

@@ -102,7 +102,15 @@ class Move:
     async def _read_all(self) -> None:
         resources, wanted, manifest = self._resources, self.wanted, self.wanted.manifest
         payload = PayloadMap(manifest)
+        held = _token_ranges(manifest, wanted.groups)
         for index in range(payload.chunk_count):
+            # Layers that nobody holds here may make any number of chunks, and others wait for this loop meanwhile.
+            await asyncio.sleep(0)
+            start = (payload.first_chunk + index) * manifest.chunk_tokens
+            if not any(first < start + manifest.chunk_tokens and start < end for first, end in held):
+                await self._receiving.slot(index, resources.bounds.chunk)
+                await self._link.taken(wanted.ticket, index)
+                continue
             chunk = payload.chunk(index)
             share = chunk_share(manifest, chunk, [group.cache for group in wanted.groups])
             slot = await self._receiving.slot(index, resources.bounds.chunk)
@@ -176,6 +184,13 @@ class Move:
         for number, shares, rows in batches(wanted.manifest, share, wanted.first_token, wanted.end_token):
             group = wanted.groups[number]
             self._resources.device.land(group.cache, group.table, shares, wanted.keys, data, *rows, **wanted.order)
+
+
+def _token_ranges(manifest: Manifest, groups: tuple[CacheGroup, ...]) -> set[tuple[int, int]]:
+    """[first, end) of the tokens of each manifest group that has a layer of these pages."""
+    layers = {index for group in groups for index in group.cache.layers}
+    found = [manifest.groups[layer.group] for layer in manifest.layers if layer.index in layers]
+    return {(group.first_token, group.end_token) for group in found}
 
 
 def _settled(transfer: Transfer) -> bool:

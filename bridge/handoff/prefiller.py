@@ -12,6 +12,7 @@ from bridge.counters import Counters
 from bridge.devices import Device, DeviceWithMemory
 from bridge.handoff import messages
 from bridge.handoff.bounds import Bounds, Observer, ignore
+from bridge.handoff.compatibility import check_chunks
 from bridge.handoff.errors import Cancelled, CannotListen
 from bridge.handoff.identity import Identity, PeerConfig
 from bridge.handoff.lease import Lease, Mode
@@ -26,7 +27,6 @@ from bridge.pages import BlockTable, CacheGroup, PagedCache
 from bridge.shares import as_groups, check_held
 from bridge.transfer.agent import Agent
 from bridge.wire import Manifest, new_key, seal
-from bridge.wire.errors import TooLarge
 
 _EXPIRY_INTERVAL = 0.1
 
@@ -108,8 +108,7 @@ class Prefiller:
         key = new_key()
         sealed = seal(manifest, key)
         made = Lease(manifest, sealed, key, mode, as_groups(cache, table), time.monotonic() + self.bounds.lease)
-        if made.map.chunk_count > messages.MAX_CHUNKS:
-            raise TooLarge(f"{made.map.chunk_count} chunks, the limit is {messages.MAX_CHUNKS}", remedy="choose a larger chunk size")
+        check_chunks(made.map)
         check_held(manifest, made.groups)
         self._leases.revoke_earlier(made)
         self._packer.reserve(made)

@@ -88,6 +88,7 @@ class WorkerSide:
         self._finished: set[str] = set()
         self._fetches: dict[str, list[Fetch]] = {}
         self._failed_loads: dict[str, str] = {}
+        self._plans: dict[int, list[_Source]] = {}
 
     # Start-up.
 
@@ -282,9 +283,13 @@ class WorkerSide:
 
     def _sources(self, order: DecodeOrder) -> list[_Source]:
         """What this rank takes from which of the prefiller's ranks. Raises UnsupportedEngine where the prefiller cannot be split so."""
-        theirs = engine.layout(self._geometry, order.tp_size)
-        found = plan(theirs, self._layout, theirs.first_replicas())
-        return [_Source(read.source, read.part, *found.reader(read.source, self._rank)) for read in found.reads[self._rank]]
+        found = self._plans.get(order.tp_size)
+        if found is None:
+            theirs = engine.layout(self._geometry, order.tp_size)
+            made = plan(theirs, self._layout, theirs.first_replicas())
+            found = [_Source(read.source, read.part, *made.reader(read.source, self._rank)) for read in made.reads[self._rank]]
+            self._plans[order.tp_size] = found
+        return found
 
     def results(self, finished: set[str]) -> tuple[set[str], set[str], set[str]]:
         """(sent, received, failed to receive): each id once. finished: requests that ended since the last step."""

@@ -8,17 +8,25 @@ import struct
 import threading
 import time
 import weakref
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from bridge.counters import Counters
+from bridge.counters import MAX_NAMES, Counters
 from bridge.handoff import Mode, PeerConfig, errors, messages
 from bridge.handoff.bounds import Bounds, ignore
+from bridge.handoff.compatibility import check_chunks
 from bridge.handoff.identity import client_context
 from bridge.handoff.leases import REMEMBERED, Leases
-from bridge.handoff.move import Resources
+from bridge.handoff.link import Receiving
+from bridge.handoff.move import Move, Resources, Wanted
 from bridge.handoff.session import MAX_UNSENT, Session
 from bridge.handoff.staging import ALIGNMENT, Staging, StagingPool
+from bridge.pages import BlockTable, CacheGroup, LayerPages, PagedCache
+from bridge.wire import Coding, CodingKind, ContentKind, Element, Group, Layer, Manifest, PayloadMap, SlotCodec
+from bridge.wire.errors import TooLarge
 from tests.handoff.pair import BOUNDS, MODEL, CpuReferenceDevice, Pair, block_table, manifest, paged_cache
 
 TOKENS = 150
@@ -361,3 +369,77 @@ def test_a_decoder_that_does_not_read_its_answers_is_not_asked_for_more():
         return channel.received
 
     assert MAX_UNSENT <= asyncio.run(serve()) <= MAX_UNSENT + 2
+
+
+def far_layers(count):
+    """A manifest whose layer 0 has 16 tokens and whose other layers lie 2**24 tokens away: 2**20 chunks, nearly all without tokens."""
+    raw = Coding(CodingKind.RAW, 16, Element.BF16)
+    return Manifest(
+        model_digest=MODEL,
+        content=((ContentKind.TOKENS, bytes(32)),),
+        request_id="far",
+        lease=1,
+        generation=1,
+        chunk_tokens=16,
+        groups=(Group(1, 16, 0, 16), Group(1, 16, (1 << 24) - 16, 1 << 24)),
+        codecs=(SlotCodec(raw, raw),),
+        layers=tuple(Layer(index, int(index > 0), 0) for index in range(count)),
+    )
+
+
+def test_chunks_that_nobody_here_holds_do_not_keep_the_loop_busy():
+    """1,024 layers in a grant of 17 KB made each chunk cost a millisecond, and no other task of the decoder ran meanwhile."""
+    chunks, made = 1000, far_layers(1024)
+    made.check()
+    side = torch.zeros((1, 16, 1, 16), dtype=torch.bfloat16)
+    group = CacheGroup(PagedCache({0: LayerPages.nhd(side, side)}), BlockTable([0], 16))
+    receiving = Receiving()
+    receiving.slots.update(dict.fromkeys(range(chunks), 0))
+    taken = []
+
+    async def take(ticket, chunk):
+        taken.append(chunk)
+
+    async def run():
+        link = SimpleNamespace(taken=take)
+        resources = SimpleNamespace(bounds=Bounds(chunk=0.3), observe=ignore, depth=2)
+        # Nothing of chunk 0 is wanted either, so that nothing is transferred.
+        move = Move(resources, link, receiving, Wanted(None, made, None, (group,), 16, 17, {}))
+        turns = 0
+
+        async def count():
+            nonlocal turns
+            while True:
+                await asyncio.sleep(0)
+                turns += 1
+
+        counting, start = asyncio.create_task(count()), time.process_time()
+        with pytest.raises(errors.HandoffTimeout):
+            await move._read_all()
+        counting.cancel()
+        return turns, time.process_time() - start
+
+    turns, seconds = asyncio.run(run())
+    assert taken == list(range(chunks))
+    assert turns >= chunks
+    assert seconds < 0.4  # it was 0.9 ms of processor time for each chunk
+
+
+def test_a_payload_of_more_chunks_than_messages_can_name_is_refused_before_a_read():
+    near = far_layers(1)
+    check_chunks(PayloadMap(replace(near, groups=near.groups[:1])))
+    with pytest.raises(TooLarge, match="1048576 chunks"):
+        check_chunks(PayloadMap(far_layers(2)))
+
+
+def test_clauses_that_a_peer_makes_up_do_not_become_names():
+    counters = Counters()
+    for number in range(2000):
+        counters.add("failed", errors.Refused(f"made_up_{number}", "detail", "").clause)
+        counters.add("failed", errors.Refused(f"x{number}}}\n# HELP", "detail", "").clause)
+    counts = counters.snapshot()
+    assert len(counts) <= MAX_NAMES + 1
+    assert sum(counts.values()) == 4000
+    assert not any("\n" in name for name in counts)
+    counters.add("failed", "bad_tag")
+    assert sum(counters.snapshot().values()) == 4001
