@@ -1,20 +1,22 @@
 """Print what a .kvb file holds: manifest, sizes, tags, verdict.
 
-Exit code 0 if every block's tag is right, 1 if the file is damaged or no .kvb file, 2 if it cannot be read.
+Exit code 0 if every block's tag is right, 1 if the file is damaged or no .kvb file, 2 if it cannot be read or memory does not hold it.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from bridge.codecs import CODECS, NotCarried, dialects
-from bridge.wire import Coding, Element, Manifest, PayloadMap, SlotCodec, read_container
-from bridge.wire.container import verify_contents
-from bridge.wire.errors import BadHeadDim, WireError
+from bridge.wire import Coding, Element, Manifest, PayloadMap, SlotCodec
+from bridge.wire.container import open_container, read_manifest, verify_contents
+from bridge.wire.errors import BadHeadDim, TooLarge, WireError
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -23,20 +25,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    try:
-        manifest, key, payload = read_container(options.file)
-    except WireError as error:
-        report: dict[str, Any] = {"file": str(options.file), "verdict": error.clause, "detail": error.detail}
-        foreign = dialects.by_magic(first_bytes(options.file))
-        if foreign is not None:
-            report |= {"verdict": dialects.ForeignDialect.clause, "detail": foreign.sentence, "writer": foreign.name}
-    else:
-        report = {"file": str(options.file), **describe(manifest)}
-        try:
-            verify_contents(manifest, key, payload)
-            report["verdict"] = "ok"
-        except WireError as error:
-            report |= {"verdict": error.clause, "detail": error.detail}
+    with open_container(options.file) as file:
+        report = {"file": str(options.file), **examine(file)}
     if options.json:
         json.dump(report, sys.stdout, indent=1)
         print()
@@ -45,10 +35,30 @@ def run(options: argparse.Namespace) -> int:
     return 0 if report["verdict"] == "ok" else 1
 
 
-def first_bytes(path: Path) -> bytes:
-    """The first eight bytes, where other writers have their magic."""
-    with path.open("rb") as file:
-        return file.read(8)
+def examine(file: io.BufferedReader) -> dict[str, Any]:
+    """What an open file holds, and the verdict on it. Raises TooLarge where memory does not hold one run of it, which damages nothing."""
+    try:
+        manifest, key = read_manifest(file, os.fstat(file.fileno()).st_size)
+    except WireError as error:
+        # Other writers have their magic in the first eight bytes.
+        file.seek(0)
+        foreign = dialects.by_magic(file.read(8))
+        if foreign is not None:
+            return {"verdict": dialects.ForeignDialect.clause, "detail": foreign.sentence, "writer": foreign.name}
+        return {"verdict": error.clause, "detail": error.detail}
+    report = describe(manifest)
+    try:
+        verify_contents(manifest, key, file)
+    except TooLarge:
+        raise
+    except WireError as error:
+        return report | {"verdict": error.clause, "detail": error.detail}
+    return report | {"verdict": "ok"}
+
+
+def printable(text: str) -> str:
+    """The text with everything escaped that could move a terminal's cursor, reverse its text or begin a line of its own."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def side_name(coding: Coding) -> str:
@@ -113,7 +123,7 @@ def describe(manifest: Manifest) -> dict[str, Any]:
 
 
 def as_text(report: dict[str, Any]) -> str:
-    """The report for people."""
+    """The report for people: what the file's writer chose, such as the request id, cannot look like another line of it."""
     lines = [f"{report['file']}: {report['verdict']}" + (f" ({report['detail']})" if "detail" in report else "")]
     if "request" in report:
         lines += [
@@ -131,7 +141,7 @@ def as_text(report: dict[str, Any]) -> str:
         for codec, first, last, slot in _runs(report["layers"]):
             names = f"layer {first}" if first == last else f"layers {first} to {last}"
             lines.append(f"  {names}: {codec}, {slot} bytes a token and kv head")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def _runs(layers: list[dict[str, Any]]) -> list[tuple[str, int, int, int]]:

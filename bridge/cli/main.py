@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -21,7 +22,7 @@ class _Parser(argparse.ArgumentParser):
     """One sentence and no usage block: `--help` has the rest."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
-        self.exit(USAGE_ERROR, f"{self.prog}: {message}; see {self.prog} --help\n")
+        self.exit(USAGE_ERROR, f"{self.prog}: {inspect.printable(message)}; see {self.prog} --help\n")
 
 
 def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
@@ -62,6 +63,9 @@ def _flush() -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 0, 1 where something that was checked is not so, 2 where it could not run."""
     top, by_name = parsers()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A character that the terminal's encoding lacks, or a file name that is not UTF-8, is no reason for a traceback.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         options, unknown = top.parse_known_args(arguments)
     except SystemExit:
@@ -85,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _say(command: str, sentence: str) -> int:
-    print(f"kvbridge {command}: {' '.join(sentence.split())}", file=sys.stderr)
+    print(f"kvbridge {command}: {inspect.printable(' '.join(sentence.split()))}", file=sys.stderr)
     _flush()
     return USAGE_ERROR
 

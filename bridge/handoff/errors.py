@@ -118,6 +118,13 @@ class Unexpected(HandoffError):
     remedy = "the request fails or is recomputed; look for the cause that the log shows below this error"
 
 
+class AlreadyFetched(HandoffError):
+    """The ticket is in use here at this moment."""
+
+    clause = "already_fetched"
+    remedy = "a ticket serves one sequence once: send one prompt a request, with n 1"
+
+
 class Incompatible(HandoffError):
     """Both sides are well, but this payload does not fit this decoder."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from bridge.handoff import messages
 from bridge.handoff.bounds import Bounds
 from bridge.handoff.channel import Channel
-from bridge.handoff.errors import HandoffError, HandoffTimeout, PeerLost, ProtocolError, Refused, as_failure
+from bridge.handoff.errors import AlreadyFetched, HandoffError, HandoffTimeout, PeerLost, ProtocolError, Refused, as_failure
 from bridge.handoff.messages import from_u64, u64
 from bridge.handoff.ticket import Ticket
 from bridge.transfer.agent import Peer, RemoteMemory
@@ -125,7 +125,7 @@ class Link:
             raise self.lost
         lease = (ticket.lease, ticket.generation)
         if lease in self._receiving:
-            raise ProtocolError(f"request {ticket.request_id!r} is being fetched already")
+            raise AlreadyFetched(f"request {ticket.request_id!r} is being fetched already")
         sequence = next(self._sequence) % 2**32
         future: asyncio.Future[messages.Grant] = asyncio.get_running_loop().create_future()
         # Where sending the claim fails first, nobody asks for what the lost connection left here.

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 import msgspec
 
 from bridge.codecs import declared
 from bridge.codecs.errors import UnknownCodec
 from bridge.handoff import Bounds, Identity, PeerConfig
+from bridge.handoff.staging import Where
 from bridge.transfer.choose import KINDS
 from bridge.vllm.errors import BadConfiguration
 
@@ -30,12 +31,13 @@ class Entries(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name, certificate, private_key: this host's identity (`kvbridge identity NAME`). peers: by the name in their certificate's file.
     listen, port: the control channel of a prefiller's rank 0. codec: how KV travels unless the request asks otherwise; codec_by_layer:
-    exceptions, by layer number. request_codec: whether requests may choose. staging_bytes: budget of host memory a rank. chunk_tokens: what
-    is packed, sent and landed at a time. lossy_prefix_cache: the operator's consent that what a lossy codec left may enter the decoder's
-    prefix cache, where other requests find it. agent: what carries the bytes: nixl, ucx, or stream (TLS, for links that are not trusted);
-    the same on both ends. transports: UCX transports, for nixl and ucx. data_port: of a prefiller's rank 0 with stream (rank r: data_port +
-    r; 0: any free one). minimum_gbps: gigabytes a second that each peer's link must reach, or a warning is logged; refuse_slow_links: such
-    links are refused. bounds: seconds, by the names of docs/handoff.md.
+    exceptions, by layer number. request_codec: whether requests may choose. staging_bytes: budget of memory for payloads, a rank.
+    staging: where they are, "auto", "host" or "device". chunk_tokens: what is packed, sent and landed at a time. lossy_prefix_cache: the
+    operator's consent that what a lossy codec left may enter the decoder's prefix cache, where other requests find it. agent: what carries
+    the bytes: nixl, ucx, or stream (TLS, for links that are not trusted); the same on both ends. transports: UCX transports, for nixl and
+    ucx. data_port: of a prefiller's rank 0 with stream (rank r: data_port + r; 0: any free one). minimum_gbps: gigabytes a second that each
+    peer's link must reach, or a warning is logged; refuse_slow_links: such links are refused. bounds: seconds, by the names of
+    docs/handoff.md.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Entries(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     codec_by_layer: dict[int, str] = {}
     request_codec: bool = True
     staging_bytes: int = 256 << 20
+    staging: str = "auto"
     chunk_tokens: int = 512
     device: str = ""
     lossy_prefix_cache: bool = False
@@ -71,6 +74,7 @@ class ConnectorConfig:
     codec_by_layer: Mapping[int, str]
     request_codec: bool
     staging_bytes: int
+    staging: Where
     chunk_tokens: int
     device: str
     lossy_prefix_cache: bool
@@ -106,6 +110,8 @@ class ConnectorConfig:
                 raise BadConfiguration(f"{what} is {value}, outside {low} to {high}")
         if entries.chunk_tokens % 16:
             raise BadConfiguration(f"chunk_tokens is {entries.chunk_tokens}, no multiple of 16")
+        if entries.staging not in get_args(Where):
+            raise BadConfiguration(f"staging is {entries.staging!r}", remedy=f"choose one of {', '.join(get_args(Where))}")
         if entries.agent not in KINDS:
             raise BadConfiguration(f"there is no transfer agent {entries.agent!r}", remedy=f"choose one of {', '.join(KINDS)}")
         if entries.transports is not None and entries.agent == "stream":
@@ -128,6 +134,7 @@ class ConnectorConfig:
             codec_by_layer=entries.codec_by_layer,
             request_codec=entries.request_codec,
             staging_bytes=entries.staging_bytes,
+            staging=cast("Where", entries.staging),
             chunk_tokens=entries.chunk_tokens,
             device=entries.device,
             lossy_prefix_cache=entries.lossy_prefix_cache,

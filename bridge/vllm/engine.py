@@ -79,20 +79,49 @@ def page_groups(kv_cache_config: KVCacheConfig) -> tuple[BlockGroup, ...]:
     )
 
 
-def geometry_and_digest(vllm_config: VllmConfig) -> tuple[ModelGeometry, bytes]:
-    """The model's geometry and digest. The checkpoint's own config.json is preferred, so that both sides read the same fields.
-
-    Raises UnsupportedEngine for models that the geometry refuses.
-    """
-    model = vllm_config.model_config
-    folder = Path(model.model)
-    file = folder / "config.json"
-    config: Any = json.loads(file.read_text()) if file.is_file() else model.hf_config.to_dict()
-    weights = sorted([*folder.glob("*.safetensors"), *folder.glob("*.gguf")]) if folder.is_dir() else []
+def geometry(vllm_config: VllmConfig) -> ModelGeometry:
+    """The model's geometry. Raises UnsupportedEngine for models that it refuses."""
     try:
-        return ModelGeometry.from_config(config), model_digest(config, weights or None)
+        return ModelGeometry.from_config(_config(vllm_config, Path(vllm_config.model_config.model)))
     except GeometryError as error:
         raise UnsupportedEngine(error.detail, remedy=error.advice) from None
+
+
+def digest(vllm_config: VllmConfig) -> bytes:
+    """The digest of the model's configuration and weights, which must be on this host by now. Raises UnsupportedEngine otherwise."""
+    checkpoint = _checkpoint(vllm_config)
+    weights = [checkpoint] if checkpoint.is_file() else sorted([*checkpoint.glob("*.safetensors"), *checkpoint.glob("*.gguf")])
+    if not weights and vllm_config.load_config.load_format != "dummy":
+        raise UnsupportedEngine(
+            f"{checkpoint} has no .safetensors or .gguf files, so the weights of two engines cannot be compared",
+            remedy="convert the checkpoint to safetensors",
+        )
+    try:
+        return model_digest(_config(vllm_config, checkpoint), weights or None)
+    except GeometryError as error:
+        raise UnsupportedEngine(error.detail, remedy=error.advice) from None
+
+
+def _config(vllm_config: VllmConfig, checkpoint: Path) -> Any:
+    """The checkpoint's own config.json where it has one, so that both sides read the same fields."""
+    file = checkpoint / "config.json"
+    return json.loads(file.read_text()) if file.is_file() else vllm_config.model_config.hf_config.to_dict()
+
+
+def _checkpoint(vllm_config: VllmConfig) -> Path:
+    """Where the weights are: the folder or file that vLLM was given, or what it downloaded for a hub's name."""
+    model = vllm_config.model_config
+    if Path(model.model).exists():
+        return Path(model.model)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
+    except Exception as error:
+        raise UnsupportedEngine(
+            f"the weights of {model.model} were not found on this host ({type(error).__name__}), so two engines cannot be compared",
+            remedy="give vLLM the checkpoint's folder",
+        ) from None
 
 
 def layout(geometry: ModelGeometry, tp_size: int) -> Layout:

@@ -74,7 +74,7 @@ class WorkerSide:
     def __init__(self, config: ConnectorConfig, vllm_config: VllmConfig, groups: tuple[BlockGroup, ...], rank: int) -> None:
         self._groups = groups
         self._config, self._vllm_config, self._rank = config, vllm_config, rank
-        self._geometry, self._model = engine.geometry_and_digest(vllm_config)
+        self._geometry, self._model = engine.geometry(vllm_config), b""
         self._layout = engine.layout(self._geometry, vllm_config.parallel_config.tensor_parallel_size)
         self._heads = self._layout.holding(rank).heads
         # What a lossy codec left may enter a prefix cache, where other requests find it, only with the operator's consent.
@@ -95,6 +95,8 @@ class WorkerSide:
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Describes the engine's pages and opens staging, agent and control channel. Raises ConnectorError, HandoffError and others."""
         self._pages = EnginePages(engine.describe_all(kv_caches, self._vllm_config, self._heads[0]), self._groups)
+        # Only now: a model that is named by a hub is downloaded when vLLM loads it.
+        self._model = engine.digest(self._vllm_config)
         device = self._open_device()
         transfer = self._vllm_config.kv_transfer_config
         if transfer.is_kv_producer and not self._config.port:
@@ -107,6 +109,7 @@ class WorkerSide:
                 device,
                 self._agent,
                 staging_bytes=self._config.staging_bytes,
+                staging=self._config.staging,
                 host=self._config.listen,
                 port=self._config.port + self._rank if self._config.port else 0,
                 bounds=self._config.bounds,
@@ -119,6 +122,7 @@ class WorkerSide:
                 device,
                 self._agent,
                 staging_bytes=self._config.staging_bytes,
+                staging=self._config.staging,
                 bounds=self._config.bounds,
                 observe=lambda step, details: self.observed("decoder", step, details),
             )

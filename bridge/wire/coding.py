@@ -136,8 +136,15 @@ def codebook_digest(entries: bytes) -> bytes:
 
 
 def opaque(meaning: str, row_bytes: int) -> Coding:
-    """The coding of `row_bytes` bytes a token whose meaning both sides know by this name, such as "vllm-0.32/int4_per_token_head"."""
-    return Coding(CodingKind.OPAQUE, row_bytes=row_bytes, digest=hashlib.sha256(meaning.encode()).digest())
+    """The coding of `row_bytes` bytes a token whose meaning both sides know by this name, such as "vllm-0.32/int4_per_token_head".
+
+    Raises BadCoding for a name with characters that UTF-8 does not have.
+    """
+    try:
+        name = meaning.encode()
+    except UnicodeEncodeError:
+        raise errors.BadCoding("the name of an opaque side's meaning holds characters that UTF-8 does not have") from None
+    return Coding(CodingKind.OPAQUE, row_bytes=row_bytes, digest=hashlib.sha256(name).digest())
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import stat
 import struct
 from pathlib import Path
@@ -35,17 +37,26 @@ def write_container(file: BinaryIO, manifest: Manifest, key: bytes, payload: byt
     file.write(payload)
 
 
+def open_container(path: Path) -> io.BufferedReader:
+    """The file, open and known to be a regular one: what the path names may change meanwhile, and a pipe would be waited for.
+
+    Raises OSError.
+    """
+    number = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0))
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(f"{path} is no regular file")
+    return os.fdopen(number, "rb")
+
+
 def read_container(path: Path) -> tuple[Manifest, bytes, bytes]:
     """(manifest, key, payload) of a .kvb file; the manifest is checked, the payload's tags are not yet.
 
     Sizes are compared with the file's before anything is allocated. Raises a WireError, or OSError where the file cannot be read.
     """
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode):
-        raise OSError(f"{path} is no regular file")
-    with path.open("rb") as file:
+    with open_container(path) as file:
         try:
-            return read_stream(file, status.st_size)
+            return read_stream(file, os.fstat(file.fileno()).st_size)
         except MemoryError:
             raise errors.TooLarge(f"the payload of {path} does not fit in memory") from None
 
@@ -53,15 +64,21 @@ def read_container(path: Path) -> tuple[Manifest, bytes, bytes]:
 def verify_container(path: Path) -> Manifest:
     """The manifest of a .kvb file of which everything was checked: its code books, tags and zero bytes too.
 
+    The payload is read piece by piece, and no further than its first fault.
     Raises a WireError, or OSError where the file cannot be read.
     """
-    manifest, key, payload = read_container(path)
-    verify_contents(manifest, key, payload)
+    with open_container(path) as file:
+        manifest, key = read_manifest(file, os.fstat(file.fileno()).st_size)
+        verify_contents(manifest, key, file)
     return manifest
 
 
-def verify_contents(manifest: Manifest, key: bytes, payload: bytes) -> None:
-    """What read_container leaves open: code books, then tags and zero bytes. Raises BadCodebook, BadTag or DirtyPadding."""
+def verify_contents(manifest: Manifest, key: bytes, payload: bytes | io.BufferedIOBase) -> None:
+    """What read_container and read_manifest leave open: code books, then tags and zero bytes.
+
+    payload: its bytes, or an open file that stands at them, which is read piece by piece.
+    Raises BadCodebook, BadTag or DirtyPadding; Truncated, TooLarge or OSError where the file or the memory ends.
+    """
     # The codecs are built on the format, so their module cannot be imported before this one is complete.
     from bridge.codecs.declared import check_tables
 
@@ -72,6 +89,15 @@ def verify_contents(manifest: Manifest, key: bytes, payload: bytes) -> None:
 
 def read_stream(file: BinaryIO, size: int) -> tuple[Manifest, bytes, bytes]:
     """As read_container, from an open file of `size` bytes that stands at its beginning."""
+    manifest, key = read_manifest(file, size)
+    return manifest, key, file.read(PayloadMap(manifest).payload_bytes)
+
+
+def read_manifest(file: BinaryIO, size: int) -> tuple[Manifest, bytes]:
+    """(manifest, key) of an open file of `size` bytes that stands at its beginning; afterwards it stands at the payload.
+
+    Raises a WireError where the sizes do not agree either, or OSError.
+    """
     prelude = file.read(_PRELUDE.size)
     if len(prelude) < _PRELUDE.size:
         raise errors.Truncated(f"a container begins with {_PRELUDE.size} bytes, the file has {size}")
@@ -94,4 +120,4 @@ def read_stream(file: BinaryIO, size: int) -> tuple[Manifest, bytes, bytes]:
     expected = PayloadMap(manifest).payload_bytes
     if payload_bytes != expected:
         raise errors.PayloadSize(f"the container states {payload_bytes} payload bytes, the manifest describes {expected}")
-    return manifest, key, file.read(payload_bytes)
+    return manifest, key

@@ -133,12 +133,17 @@ class Manifest:
 
 
 def token_digest(token_ids: list[int]) -> bytes:
-    """SHA-256 over the token ids as little-endian u32: the content's identity, as engines hash prefixes."""
-    return hashlib.sha256(struct.pack(f"<{len(token_ids)}I", *token_ids)).digest()
+    """SHA-256 over the token ids as little-endian u32: the content's identity, as engines hash prefixes. Raises BadContent for others."""
+    try:
+        return hashlib.sha256(struct.pack(f"<{len(token_ids)}I", *token_ids)).digest()
+    except struct.error:
+        raise errors.BadContent("a token id is no whole number from 0 to 4294967295", remedy="compare both sides' tokenizers") from None
 
 
 def bounded(value: int, low: int, high: int, error: type[errors.WireError], what: str) -> None:
-    """Raises `error`, naming `what`, unless low <= value <= high."""
+    """Raises `error`, naming `what`, unless `value` is a whole number and low <= value <= high."""
+    if not hasattr(value, "__index__"):
+        raise error(f"{what} is {value!r}, not a whole number")
     if not low <= value <= high:
         raise error(f"{what} is {value}, outside {low} to {high}")
 

@@ -103,7 +103,7 @@ class PayloadMap:
                 offset=offset,
                 heads=group.head_count,
                 blocks=_block_count(first, end),
-                block_bytes=self._block_bytes[layer.codec, layer.group],
+                block_bytes=self.block_bytes(layer),
                 first_block=first // BLOCK_TOKENS,
                 first_ordinal=ordinal,
                 first_token=first,
@@ -128,8 +128,12 @@ class PayloadMap:
         """First token of the chunk's place on the absolute chunk grid."""
         return (self.first_chunk + index) * self.manifest.chunk_tokens
 
+    def block_bytes(self, layer: Layer) -> int:
+        """Bytes of one of this layer's blocks."""
+        return self._block_bytes[layer.codec, layer.group]
+
     def _run_bytes(self, layer: Layer, blocks: int) -> int:
-        return blocks * self._block_bytes[layer.codec, layer.group] + tag_plane_bytes(blocks)
+        return blocks * self.block_bytes(layer) + tag_plane_bytes(blocks)
 
     def _before(self, index: int) -> tuple[int, int]:
         """(bytes, blocks) of all chunks before `index`: a first run, whole runs, a last run for each layer."""

@@ -79,6 +79,12 @@ def _sections(m: Manifest, payload_bytes: int) -> Iterator[tuple[Section, bytes]
     yield Section.LAYERS, _COUNT.pack(len(m.layers), 0, 0) + layers
 
 
+def check_key(key: bytes) -> None:
+    """Raises BadSeal unless a payload's key has its 32 bytes: nothing can be sealed or tagged with another."""
+    if len(key) != KEY_BYTES:
+        raise errors.BadSeal(f"a payload's key has {KEY_BYTES} bytes, this one has {len(key)}", remedy="make the key with new_key()")
+
+
 def compute_seal(body: bytes, key: bytes) -> bytes:
     """HMAC-SHA256 (RFC 2104) over the manifest without its last 32 bytes, under the payload's key."""
     return hmac.digest(key, body, "sha256")
@@ -86,6 +92,7 @@ def compute_seal(body: bytes, key: bytes) -> bytes:
 
 def seal(manifest: Manifest, key: bytes) -> bytes:
     """The manifest's bytes, sealed with the payload's 32-byte key. Raises the WireError of the first clause it breaks."""
+    check_key(key)
     manifest.check()
     body = b""
     sections = list(_sections(manifest, PayloadMap(manifest).payload_bytes))

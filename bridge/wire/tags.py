@@ -19,11 +19,18 @@ from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 
 from bridge.wire import errors
 from bridge.wire.coding import BLOCK_TOKENS
+from bridge.wire.manifest import bounded
 from bridge.wire.payload import LayerSpan
-from bridge.wire.sealing import KEY_BYTES
+from bridge.wire.sealing import KEY_BYTES, check_key
 
 _HASH_KEY_OFFSET = 1 << 37
 """Byte of the key stream at which the hash keys begin: block counter 2**31, past the masks of 2**34 blocks."""
+
+_ZEROS = memoryview(bytes(1 << 16))
+_SLICE_WORDS = 1 << 17
+"""Words that are widened at a time: 1 MiB of u64, whatever the size of a span or of a block."""
+_SLICE_COLUMNS = 256
+"""Of one block at a time, so that the keys stay in the cache too."""
 
 
 def new_key() -> bytes:
@@ -34,14 +41,18 @@ def new_key() -> bytes:
 class TagKeys:
     """The masks and hash keys of one payload.
 
-    key: 32 bytes. lease, generation: as in the manifest. A key must never serve two payloads.
+    key: 32 bytes. lease, generation: as in the manifest. A key must never serve two payloads. Raises BadSeal for a key of another size,
+    TooLarge for a lease over u64 or a generation over u32. Several threads may use one.
     """
 
     def __init__(self, key: bytes, lease: int, generation: int) -> None:
+        check_key(key)
+        bounded(lease, 0, 2**64 - 1, errors.TooLarge, "the lease")
+        bounded(generation, 0, 2**32 - 1, errors.TooLarge, "the generation")
         self._key = key
         self._lease, self._generation = lease, generation
         self._nonce = struct.pack("<QI", lease, generation)
-        self._hash_keys: dict[int, np.ndarray] = {}
+        self._hash_keys = np.zeros(0, dtype="<u8")
 
     def parts(self) -> tuple[bytes, int, int]:
         """(key, lease, generation): makes the same keys in another process of this host."""
@@ -51,7 +62,13 @@ class TagKeys:
         """`count` u64 of the key stream from byte `offset` (a multiple of 8) on."""
         counter, skip = divmod(offset, 64)
         cipher = Cipher(ChaCha20(self._key, struct.pack("<I", counter) + self._nonce), mode=None).encryptor()
-        return np.frombuffer(cipher.update(bytes(skip + 8 * count)), dtype="<u8", offset=skip)
+        out = np.empty(skip + 8 * count, dtype=np.uint8)
+        view = out.data
+        # Piece by piece: the zeros to encrypt would take as much memory as the key stream.
+        for start in range(0, len(out), len(_ZEROS)):
+            cipher.update_into(_ZEROS[: len(out) - start], view[start : start + len(_ZEROS)])
+        out.flags.writeable = False
+        return out[skip:].view("<u8")
 
     def masks(self, first_ordinal: int, count: int) -> np.ndarray:
         """u64 [count]: masks of the blocks from `first_ordinal` of the payload order on."""
@@ -59,10 +76,12 @@ class TagKeys:
 
     def hash_keys(self, block_bytes: int) -> np.ndarray:
         """u64 [1 + block_bytes / 4]: the key of the valid range, then one for each word of a block of this size."""
-        keys = self._hash_keys.get(block_bytes)
-        if keys is None:
-            keys = self._hash_keys[block_bytes] = self._stream(_HASH_KEY_OFFSET, 1 + block_bytes // 4)
-        return keys
+        count = 1 + block_bytes // 4
+        # The keys of a smaller block are the first of a larger one's. Threads that race draw the same keys; the array is never written.
+        keys = self._hash_keys
+        if len(keys) < count:
+            keys = self._hash_keys = self._stream(_HASH_KEY_OFFSET, count)
+        return keys[:count]
 
 
 def valid_ranges(span: LayerSpan) -> np.ndarray:
@@ -76,13 +95,19 @@ def valid_ranges(span: LayerSpan) -> np.ndarray:
 
 def hash_blocks(blocks: np.ndarray, ranges: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """The sums without their masks. blocks: u8 [..., n, block_bytes]; ranges: u64 [n]; keys: u64 [1 + block_bytes/4] -> u64 [..., n]."""
-    words = np.ascontiguousarray(blocks).view("<u4")
-    sums = np.zeros(words.shape[:-1], dtype=np.uint64)
-    # A slice at a time keeps the widened words in the cache.
-    for start in range(0, words.shape[-1], 256):
-        part = words[..., start : start + 256].astype(np.uint64)
-        sums += (part * keys[1 + start : 1 + start + part.shape[-1]]).sum(axis=-1, dtype=np.uint64)
-    return sums + ranges * keys[0]
+    words = blocks.view("<u4").reshape(-1, *blocks.shape[-2:-1], blocks.shape[-1] // 4)
+    heads, count, size = words.shape
+    sums = np.zeros((heads, count), dtype=np.uint64)
+    sums += ranges * keys[0]
+    rows = _SLICE_WORDS // min(size, _SLICE_COLUMNS)
+    for head in range(0, heads, step := max(1, rows // count)):
+        for block in range(0, count, rows):
+            part = sums[head : head + step, block : block + rows]
+            for start in range(0, size, _SLICE_COLUMNS):
+                end = start + _SLICE_COLUMNS
+                widened = words[head : head + step, block : block + rows, start:end].astype(np.uint64)
+                part += widened @ keys[1 + start : 1 + min(end, size)]
+    return sums.reshape(blocks.shape[:-1])
 
 
 def span_masks(span: LayerSpan, keys: TagKeys) -> np.ndarray:
@@ -108,22 +133,26 @@ def write_tags(data: np.ndarray, span: LayerSpan, keys: TagKeys) -> None:
     planes[:, 8 * span.blocks :] = 0
 
 
-def verify_tags(data: np.ndarray, span: LayerSpan, keys: TagKeys) -> None:
-    """Raises BadTag for the first block of a span (u8 [span.nbytes]) whose tag is wrong, DirtyPadding for its tag plane's padding."""
+def verify_tags(data: np.ndarray, span: LayerSpan, keys: TagKeys, first_head: int = 0, masks: np.ndarray | None = None) -> None:
+    """Raises BadTag for the first block of a span (u8 [span.nbytes]) whose tag is wrong, DirtyPadding for its tag plane's padding.
+
+    first_head: the payload's number of the span's first head, where the span is a part of one; only the sentence depends on it.
+    masks: u64 [heads, blocks], the span's, where the caller has them already.
+    """
     blocks, planes = split_runs(data, span)
-    tags = hash_blocks(blocks, valid_ranges(span), keys.hash_keys(span.block_bytes)) + span_masks(span, keys)
+    tags = hash_blocks(blocks, valid_ranges(span), keys.hash_keys(span.block_bytes)) + (span_masks(span, keys) if masks is None else masks)
     stored = np.ascontiguousarray(planes[:, : 8 * span.blocks]).view("<u8")
-    report_bad_tags(stored != tags, span)
+    report_bad_tags(stored != tags, span, first_head)
     if planes[:, 8 * span.blocks :].any():
         raise errors.DirtyPadding("the padding of a tag plane is not zero")
 
 
-def report_bad_tags(bad: np.ndarray, span: LayerSpan) -> None:
+def report_bad_tags(bad: np.ndarray, span: LayerSpan, first_head: int = 0) -> None:
     """Raises BadTag if any of `bad` (bool [heads, blocks]) is set, naming the first."""
     if bad.any():
         head, block = np.argwhere(bad)[0]
         raise errors.BadTag(
-            f"{int(bad.sum())} of the {bad.size} blocks of a layer's chunk failed; the first is of the payload's layer "
-            f"{span.layer}, kv head {head}, "
+            f"{int(bad.sum())} of {bad.size} blocks that were checked together failed; the first is of the payload's layer "
+            f"{span.layer}, kv head {first_head + head}, "
             f"tokens from {(span.first_block + block) * BLOCK_TOKENS} on"
         )

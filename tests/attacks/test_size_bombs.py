@@ -61,3 +61,38 @@ def test_the_limit_of_address_space_bites():
 
 def test_there_are_bombs_of_every_kind():
     assert len(BOMBS) >= 12
+
+
+INSPECTOR = """
+import resource, sys
+from bridge.cli.main import main
+main(["inspect", sys.argv[1]])
+with open("/proc/self/statm") as statm:
+    size = int(statm.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + (int(sys.argv[3]) << 20),) * 2)
+sys.exit(main(["inspect", sys.argv[2]]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS and /proc")
+@pytest.mark.parametrize(("mib", "code", "words"), [(64, 1, "bad_tag"), (16, 2, "more memory")])
+def test_a_sparse_file_of_769_mib_fails_at_its_first_run(tmp_path, mib, code, words):
+    """Its manifest is sealed, its payload was never written. Its runs have 32 MiB: where memory holds none, that is no damage."""
+    from tests.attacks.build import BF16, PAYLOAD, codec, group, honest_small, layer
+
+    honest = honest_small()
+    (tmp_path / "honest").write_bytes(honest.pack())
+    honest.groups[:] = [group(8, 128, 0, 1 << 16)]
+    honest.codecs[:] = [codec(BF16, BF16)]
+    honest.layers[:] = [layer(index) for index in range(3)]
+    size = 3 * 8 * 4096 * (8192 + 8)
+    honest.section(PAYLOAD).head.update(chunk_tokens=1 << 16, payload_bytes=size)
+    honest.stated_payload, honest.payload = size, b""
+    with (tmp_path / "sparse").open("wb") as file:
+        head = honest.pack()
+        file.write(head)
+        file.truncate(len(head) + size)
+    command = [sys.executable, "-c", INSPECTOR, str(tmp_path / "honest"), str(tmp_path / "sparse"), str(mib)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
+    assert words in (done.stdout if code == 1 else done.stderr)

@@ -36,7 +36,8 @@ def make(kind: str) -> Iterator[Callable[..., Any]]:
     KEPT.clear()
 
 
-@pytest.fixture(scope="session")
+# Not longer than these tests: NIXL's thread in it keeps a core half busy.
+@pytest.fixture(scope="package")
 def _served() -> Iterator[dict[str, Serving]]:
     processes: dict[str, Serving] = {}
     yield processes

@@ -114,6 +114,7 @@ def test_defaults(entries):
         ("port", "x", "port"),
         ("staging_bytes", 5, "staging_bytes"),
         ("chunk_tokens", 100, "multiple of 16"),
+        ("staging", "disk", "host"),
         ("certificate", "/nowhere.crt", "/nowhere.crt"),
         ("peers", {"prefill-0": {}}, "certificate"),
         ("peers", {"prefill-0": {"certificate": "x", "adress": "y"}}, "adress"),

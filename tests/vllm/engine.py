@@ -53,7 +53,14 @@ class Engine:
             raise EngineDied("there is no environment with vLLM")
         self.settings, self.log = settings, log
         settings = dict(settings)
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **settings.pop("environment", {})}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "PYTHONUNBUFFERED": "1",
+            # Another numba than the tests' own would overwrite what that one has compiled.
+            "NUMBA_CACHE_DIR": str(Path(python).parent.parent / "numba-cache"),
+            **settings.pop("environment", {}),
+        }
         with log.open("a") as file:
             self.process = subprocess.Popen(
                 ["nice", "-n", "5", python, "-m", "tests.vllm.engine_process", json.dumps(settings)],

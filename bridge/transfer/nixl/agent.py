@@ -243,7 +243,9 @@ class NixlAgent:
             return f"{self._tls}; reads go by {'; '.join(chosen)}"
         if UCX_LOG.fd is None:
             return f"{self._tls}; which one is unknown, since UCX's log is configured elsewhere"
-        return f"{self._tls}; nothing was read yet"
+        with self._lock:
+            read = self._tally.finished
+        return f"{self._tls}; {'UCX did not say which one its reads took' if read else 'nothing was read yet'}"
 
     def registered_bytes(self) -> int:
         """Bytes that are registered now."""
