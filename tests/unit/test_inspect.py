@@ -56,6 +56,7 @@ def run(path: bytes, **environment: str) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_names_that_a_terminal_cannot_show(tmp_path):
     """A file name that is not UTF-8, with an escape sequence; a request id that the terminal's encoding lacks."""
     name = os.fsencode(tmp_path) + b"/bad\xff\x1b[2J.kvb"
