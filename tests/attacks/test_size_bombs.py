@@ -33,7 +33,6 @@ print("grown", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS and /proc")
 def test_bombs_are_refused_within_64_mib_of_address_space(tmp_path):
     from tests.attacks.build import honest_small
 
@@ -74,7 +73,6 @@ sys.exit(main(["inspect", sys.argv[2]]))
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS and /proc")
 @pytest.mark.parametrize(("mib", "code", "words"), [(64, 1, "bad_tag"), (16, 2, "more memory")])
 def test_a_sparse_file_of_769_mib_fails_at_its_first_run(tmp_path, mib, code, words):
     """Its manifest is sealed, its payload was never written. Its runs have 32 MiB: where memory holds none, that is no damage."""

@@ -7,10 +7,26 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from bridge.demo.model import default_cache_folder, load_model
 
 VOCABULARY = 512
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.3,
+}
+"""What the random models have in common."""
 
 
 def sensitive_model() -> Path:
@@ -19,27 +35,9 @@ def sensitive_model() -> Path:
 
 
 def _make_sensitive(folder: Path) -> None:
-    import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=2048,
-        rope_theta=10000.0,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        initializer_range=0.3,
-    )
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    _save(Qwen3ForCausalLM, Qwen3Config(**SMALL, rope_theta=10000.0, tie_word_embeddings=True), folder)
 
 
 WINDOW = 80
@@ -51,29 +49,24 @@ def windowed_model() -> Path:
 
 
 def _make_windowed(folder: Path) -> None:
-    import torch
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-    torch.manual_seed(0)
     config = Gemma3TextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
+        **SMALL,
         query_pre_attn_scalar=64,
-        max_position_embeddings=2048,
         sliding_window=WINDOW,
         layer_types=["sliding_attention", "full_attention"] * 3,
         tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        initializer_range=0.3,
     )
-    Gemma3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    _save(Gemma3ForCausalLM, config, folder)
+
+
+def _save(model: Any, config: Any, folder: Path) -> None:
+    """A model of random weights, the same ones each time."""
+    import torch
+
+    torch.manual_seed(0)
+    model(config).to(torch.bfloat16).save_pretrained(folder)
 
 
 def smollm2() -> Path:
