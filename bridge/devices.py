@@ -5,11 +5,10 @@ A backend is one folder under `backends/` (or an installed package) that names i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
@@ -36,17 +35,16 @@ class UnknownDevice(DeviceError):
     clause = "unknown_device"
 
 
-@dataclass(frozen=True)
-class SpanShare:
+class SpanShare(NamedTuple):
     """The part of one span that a device packs or lands: some of its heads, and where their runs lie in a buffer.
 
     head_first, head_count: heads of the span (0 is the payload's first). offset: byte of the buffer at which the first run begins.
-    model_head: the model's kv head that `head_first` is. index: the layer's number in the model.
+    model_layer, model_head: the layer's number in the model, and the model's kv head that `head_first` is.
     """
 
     span: LayerSpan
     codec: SlotCodec
-    index: int
+    model_layer: int
     head_dim: int
     head_first: int
     head_count: int
@@ -62,7 +60,7 @@ class SpanShare:
     def as_span(self) -> LayerSpan:
         """The share as a span of its own, at its place in the buffer: the same blocks and masks, fewer heads."""
         skipped = self.head_first * self.span.blocks
-        return replace(self.span, heads=self.head_count, offset=self.offset, first_ordinal=self.span.first_ordinal + skipped)
+        return self.span._replace(heads=self.head_count, offset=self.offset, first_ordinal=self.span.first_ordinal + skipped)
 
 
 class StagingMemory(Protocol):
@@ -140,6 +138,23 @@ class DeviceWithMemory(Device, Protocol):
 
     def attach(self) -> None:
         """Makes the device the calling thread's, for transfer libraries that ask for that."""
+        ...
+
+    def landing(
+        self,
+        cache: PagedCache,
+        table: BlockTable,
+        shares: Sequence[SpanShare],
+        keys: TagKeys,
+        data: Any,
+        write_first: int,
+        write_end: int,
+        after: Any = None,
+    ) -> Callable[[], None]:
+        """`land` in two steps: everything that can be checked and worked out before the bytes are there; the returned call does the rest.
+
+        `data` is not read before that call. Raises PagesDoNotFit at once, BadTag and DirtyPadding in the call.
+        """
         ...
 
     def mark(self) -> object:

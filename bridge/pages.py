@@ -53,20 +53,20 @@ class PageSide:
     scale: float = 1.0
     folded: bool = False
 
-    @property
+    @cached_property
     def tiled(self) -> bool:
         return self.codes.dim() == 6
 
-    @property
+    @cached_property
     def num_pages(self) -> int:
         return self.codes.shape[0]
 
-    @property
+    @cached_property
     def block_size(self) -> int:
         """Tokens of a page."""
         return self.codes.shape[1] * self.codes.shape[2] if self.tiled else self.codes.shape[1]
 
-    @property
+    @cached_property
     def heads(self) -> int:
         return self.codes.shape[3 if self.tiled else 2]
 
@@ -158,7 +158,7 @@ class LayerPages:
     def heads(self) -> int:
         return self.sides[0].heads
 
-    @property
+    @cached_property
     def head_dim(self) -> int:
         return _vector_length(self.key)
 

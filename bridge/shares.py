@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from bridge.devices import SpanShare
 from bridge.pages import BlockTable, CacheGroup, PagedCache, PagesDoNotFit
@@ -33,37 +34,32 @@ class ChunkShare:
 def chunk_share(manifest: Manifest, chunk: ChunkMap, cache: PagedCache | Sequence[PagedCache]) -> ChunkShare:
     """The part of `chunk` whose layers and kv heads `cache` (or one of several) holds. Other layers and heads are left out."""
     caches = [cache] if isinstance(cache, PagedCache) else cache
-    holder_of = {index: number for number, one in enumerate(caches) for index in one.layers}
+    held = {
+        index: (number, one.first_head, one.first_head + pages.sides[0].heads)
+        for number, one in enumerate(caches)
+        for index, pages in one.layers.items()
+    }
     shares: list[SpanShare] = []
     holders: list[int] = []
     ranges: list[tuple[int, int, int]] = []
     offset = 0
     for span in chunk.spans:
         layer = manifest.layers[span.layer]
-        group = manifest.groups[layer.group]
-        holder = holder_of.get(layer.index)
-        if holder is None:
+        found = held.get(layer.index)
+        if found is None:
             continue
-        held = caches[holder]
-        first = max(group.head_first, held.first_head)
-        end = min(group.head_first + group.head_count, held.first_head + held.layers[layer.index].sides[0].heads)
+        group = manifest.groups[layer.group]
+        holder, first, end = found
+        first, end = max(group.head_first, first), min(group.head_first + group.head_count, end)
         if first >= end:
             continue
-        share = SpanShare(
-            span=span,
-            codec=manifest.codecs[layer.codec],
-            index=layer.index,
-            head_dim=group.head_dim,
-            head_first=first - group.head_first,
-            head_count=end - first,
-            model_head=first,
-            offset=offset,
-            key_scale=layer.key_scale,
-            value_scale=layer.value_scale,
+        skipped, count = first - group.head_first, end - first
+        codec = manifest.codecs[layer.codec]
+        shares.append(
+            SpanShare(span, codec, layer.index, group.head_dim, skipped, count, first, offset, layer.key_scale, layer.value_scale)
         )
-        shares.append(share)
         holders.append(holder)
-        remote, size = span.head_range(share.head_first, share.head_count)
+        remote, size = span.head_range(skipped, count)
         if ranges and ranges[-1][0] + ranges[-1][2] == remote:
             ranges[-1] = (ranges[-1][0], ranges[-1][1], ranges[-1][2] + size)
         else:
@@ -99,24 +95,28 @@ def written_range(group: Group, first_token: int, end_token: int) -> tuple[int, 
     return max(group.first_token, first_token), min(group.end_token, end_token)
 
 
-def batches(
-    manifest: Manifest, share: ChunkShare, first_token: int, end_token: int
-) -> Iterator[tuple[int, list[SpanShare], tuple[int, int]]]:
-    """(cache number, shares, rows to write) of each call to a device: the shares of one cache, states apart from tokens.
+Batch: TypeAlias = tuple[int, list[SpanShare], tuple[int, int]]
+"""One call to a device: (cache number, shares, rows to write)."""
+
+
+def batches(manifest: Manifest, share: ChunkShare, first_token: int, end_token: int) -> Iterator[Batch]:
+    """The calls to a device that a chunk takes: the shares of one cache, states apart from tokens.
 
     first_token, end_token: the tokens that are wanted. Shares of which nothing is wanted are left out.
     """
     found: dict[tuple[int, GroupKind | None], list[SpanShare]] = {}
     rows: dict[tuple[int, GroupKind | None], tuple[int, int]] = {}
+    written = [written_range(group, first_token, end_token) for group in manifest.groups]
     for holder, one in zip(share.holders, share.shares, strict=True):
-        group = manifest.groups[manifest.layers[one.span.layer].group]
-        first, end = written_range(group, first_token, end_token)
+        number = manifest.layers[one.span.layer].group
+        first, end = written[number]
         if max(first, one.span.first_token) >= min(end, one.span.end_token):
             continue
-        call = holder, GroupKind.STATE if group.kind is GroupKind.STATE else None
+        call = holder, GroupKind.STATE if manifest.groups[number].kind is GroupKind.STATE else None
         found.setdefault(call, []).append(one)
-        before = rows.get(call, (first, end))
-        rows[call] = min(before[0], first), max(before[1], end)
+        before = rows.get(call)
+        if before is None or before != (first, end):
+            rows[call] = (first, end) if before is None else (min(before[0], first), max(before[1], end))
     for call, shares in found.items():
         yield call[0], shares, rows[call]
 

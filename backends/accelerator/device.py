@@ -7,6 +7,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -189,11 +190,32 @@ class Accelerator:
 
         All tags of a piece are verified by a launch of their own before the one that writes its pages is queued.
         """
+        self.landing(cache, table, shares, keys, data, write_first, write_end, after)()
+
+    def landing(
+        self,
+        cache: PagedCache,
+        table: BlockTable,
+        shares: Sequence[SpanShare],
+        keys: TagKeys,
+        data: Buffer,
+        write_first: int,
+        write_end: int,
+        after: Any = None,
+    ) -> Callable[[], None]:
+        """See bridge.devices.DeviceWithMemory."""
         point = self.mark() if after is None else after
         buffer = self._buffer(data, writable=False)
         write = (write_first, write_end)
         work = gather(cache, table, shares, self._routes, buffer.numel(), write=write)
         direct = self._is_direct(data, buffer, work)
+        if work.moves:
+            arrange(work, table, keys, True, None if direct else self._piece_bytes, direct)
+        return partial(self._land, work, table, keys, buffer, write, point, direct)
+
+    def _land(
+        self, work: Work, table: BlockTable, keys: TagKeys, buffer: torch.Tensor, write: tuple[int, int], point: Any, direct: bool
+    ) -> None:
         with self._lanes.taken() as lane, self._module.stream(lane.compute):
             lane.begin(point)
             for move in work.on_host:
@@ -203,7 +225,6 @@ class Accelerator:
                 land_on_host(move.layer, move.share, place, move.local, keys, held)
             if not work.moves:
                 return
-            arrange(work, table, keys, True, None if direct else self._piece_bytes, direct)
             words = lane.upload(work.arguments)
             pieces = work.pieces
             arriving: list[tuple[torch.Tensor, Any]] = []

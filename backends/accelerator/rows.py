@@ -130,14 +130,14 @@ def _on_host(layer: LayerDescription, share: SpanShare, place: Place, local: int
 
 def _described(rows: _HostRows, share: SpanShare, place: Place) -> tuple[PagedCache, BlockTable]:
     table = BlockTable(cast(Sequence[int], np.arange(place.end, dtype=np.int64) - place.first), 1)
-    return PagedCache({share.index: cast(OpaquePages, rows)}, share.model_head), table
+    return PagedCache({share.model_layer: cast(OpaquePages, rows)}, share.model_head), table
 
 
 def pack_on_host(layer: LayerDescription, share: SpanShare, place: Place, local: int, keys: TagKeys) -> np.ndarray:
     """u8 [share.nbytes]: the share's runs, converted and tagged by the reference. Raises PagesDoNotFit."""
     out = np.zeros(share.nbytes, np.uint8)
     rows = _on_host(layer, share, place, local, filled=True)
-    reference.pack_share(*_described(rows, share, place), replace(share, offset=0), keys, out)
+    reference.pack_share(*_described(rows, share, place), share._replace(offset=0), keys, out)
     return out
 
 
@@ -147,7 +147,7 @@ def land_on_host(layer: LayerDescription, share: SpanShare, place: Place, local:
     if place.first >= place.end:
         return
     rows = _on_host(layer, share, place, local, filled=False)
-    reference.write_share(*_described(rows, share, place), replace(share, offset=0), data, place.first, place.end)
+    reference.write_share(*_described(rows, share, place), share._replace(offset=0), data, place.first, place.end)
     for source, target in zip(rows.sides, layer.sides, strict=True):
         if source is None or target is None:
             continue

@@ -147,7 +147,7 @@ def gather(
     codec: SlotCodec | None = None
     given: SlotCodec | None = None
     for share in shares:
-        layer, span, heads = cache.layers[share.index], share.span, share.head_count
+        layer, span, heads = cache.layers[share.model_layer], share.span, share.head_count
         if codec is None or share.codec is not given:
             given, codec = share.codec, routes.canonical(share.codec)
         known = routes.of(layer, share, codec, write is not None)

@@ -62,7 +62,7 @@ def _sides(layer: LayerDescription, share: SpanShare, landing: bool) -> np.ndarr
     coded, sides = _coded(share.codec, share.head_dim, landing), []
     for side, fields, scale in zip(layer.sides, coded, (share.key_scale, share.value_scale), strict=True):
         if side is None:
-            raise PagesDoNotFit(f"layer {share.index} has no V side here")
+            raise PagesDoNotFit(f"layer {share.model_layer} has no V side here")
         pages = side.codes
         check_host(pages)
         width = pages.element_size()
@@ -121,7 +121,7 @@ def prepare() -> None:
 
 def place_share(cache: PagedCache, table: BlockTable, share: SpanShare, first: int, end: int) -> tuple[np.ndarray, np.ndarray, int]:
     """Page ids and positions of tokens [first, end), and the pages' head that is the share's first. Raises PagesDoNotFit."""
-    layer = cache.layers[share.index]
+    layer = cache.layers[share.model_layer]
     local = check_share(layer, share, cache.first_head)
     check_table(layer, table)
     pages, positions = table.locate(first, end, layer.sides[0].num_pages)
@@ -135,7 +135,7 @@ def written_range(share: SpanShare, write_first: int, write_end: int) -> tuple[i
 
 def pack_share(cache: PagedCache, table: BlockTable, share: SpanShare, keys: TagKeys, out: np.ndarray) -> None:
     """Writes one share's runs into out[share.offset :] (u8). Raises PagesDoNotFit."""
-    span, layer = share.span, cache.layers[share.index]
+    span, layer = share.span, cache.layers[share.model_layer]
     if not _plain(layer, share):
         reference.pack_share(cache, table, share, keys, out)
         return
@@ -164,7 +164,7 @@ def write_share(cache: PagedCache, table: BlockTable, share: SpanShare, data: np
     first, end = written_range(share, write_first, write_end)
     if first >= end:
         return
-    layer = cache.layers[share.index]
+    layer = cache.layers[share.model_layer]
     if not _plain(layer, share):
         reference.write_share(cache, table, share, data, write_first, write_end)
         return

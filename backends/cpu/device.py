@@ -6,7 +6,6 @@ import mmap
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -78,8 +77,7 @@ def _parts(share: SpanShare, count: int) -> list[SpanShare]:
     """The share as up to `count` shares of neighbouring heads."""
     bounds = [share.head_count * part // count for part in range(count + 1)]
     return [
-        replace(
-            share,
+        share._replace(
             head_first=share.head_first + first,
             head_count=end - first,
             model_head=share.model_head + first,

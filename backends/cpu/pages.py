@@ -61,9 +61,9 @@ def check_share(layer: LayerDescription, share: SpanShare, first_head: int) -> i
     local, heads = share.model_head - first_head, layer.sides[0].heads
     if local < 0 or local + share.head_count > heads:
         raise PagesDoNotFit(
-            f"layer {share.index} has kv heads {first_head} to {first_head + heads - 1} here, "
+            f"layer {share.model_layer} has kv heads {first_head} to {first_head + heads - 1} here, "
             f"the payload's share is {share.model_head} to {share.model_head + share.head_count - 1}"
         )
     if layer.head_dim != share.head_dim:
-        raise PagesDoNotFit(f"layer {share.index} has head dimension {layer.head_dim} here, {share.head_dim} in the payload")
+        raise PagesDoNotFit(f"layer {share.model_layer} has head dimension {layer.head_dim} here, {share.head_dim} in the payload")
     return local

@@ -19,7 +19,7 @@ def _paired(layer: LayerDescription, share: SpanShare) -> list[tuple[int, PageSi
     found = []
     for number, (pages, (coding, scale)) in enumerate(zip(layer.sides, wire, strict=True)):
         if (pages is None) != (coding.kind is CodingKind.NONE):
-            raise PagesDoNotFit(f"layer {share.index} has a V side either here or in the payload, not in both")
+            raise PagesDoNotFit(f"layer {share.model_layer} has a V side either here or in the payload, not in both")
         if pages is not None:
             found.append((number, pages, coding, scale))
     return found
@@ -32,7 +32,7 @@ def _check_buffer(data: np.ndarray, share: SpanShare) -> None:
 
 def pack_share(cache: PagedCache, table: BlockTable, share: SpanShare, keys: TagKeys, out: np.ndarray) -> None:
     """Writes one share's runs into out[share.offset :] (u8). Raises PagesDoNotFit."""
-    layer, span = cache.layers[share.index], share.span
+    layer, span = cache.layers[share.model_layer], share.span
     local = check_share(layer, share, cache.first_head)
     check_table(layer, table)
     _check_buffer(out, share)
@@ -51,7 +51,7 @@ def pack_share(cache: PagedCache, table: BlockTable, share: SpanShare, keys: Tag
         try:
             rows_of_planes = convert(codes, scalars, pages.coding, coding, share.head_dim, pages.scale, scale)
         except NotCarried as error:
-            raise PagesDoNotFit(f"layer {share.index}: {error.detail}", remedy=error.advice) from None
+            raise PagesDoNotFit(f"layer {share.model_layer}: {error.detail}", remedy=error.advice) from None
         for plane, coded in zip((planes[number], planes[number + 2]), rows_of_planes, strict=True):
             rows = np.zeros((share.head_count, span.blocks * BLOCK_TOKENS, plane.row_bytes), np.uint8)
             rows[:, start : start + coded.shape[1]] = coded
@@ -61,7 +61,7 @@ def pack_share(cache: PagedCache, table: BlockTable, share: SpanShare, keys: Tag
 
 def write_share(cache: PagedCache, table: BlockTable, share: SpanShare, data: np.ndarray, write_first: int, write_end: int) -> None:
     """Writes tokens [write_first, write_end) of a share, which the caller has verified, into the pages. Raises PagesDoNotFit."""
-    layer, span = cache.layers[share.index], share.span
+    layer, span = cache.layers[share.model_layer], share.span
     first, end = max(span.first_token, write_first), min(span.end_token, write_end)
     if first >= end:
         return
@@ -83,7 +83,7 @@ def write_share(cache: PagedCache, table: BlockTable, share: SpanShare, data: np
         try:
             codes, scalars = convert(rows(number), rows(number + 2), coding, pages.coding, share.head_dim, scale, pages.scale)
         except NotCarried as error:
-            raise PagesDoNotFit(f"layer {share.index}: {error.detail}", remedy=error.advice) from None
+            raise PagesDoNotFit(f"layer {share.model_layer}: {error.detail}", remedy=error.advice) from None
         if pages.folded:
             scalars = fold(codes, scalars, pages.coding, share.head_dim)
         converted.append((pages, codes, scalars))
@@ -100,7 +100,7 @@ def land_share(
 
     Raises BadTag or DirtyPadding before anything is written, and PagesDoNotFit.
     """
-    check_share(cache.layers[share.index], share, cache.first_head)
+    check_share(cache.layers[share.model_layer], share, cache.first_head)
     _check_buffer(data, share)
     verify_tags(data[share.offset : share.offset + share.nbytes], share.as_span(), keys)
     write_share(cache, table, share, data, write_first, write_end)

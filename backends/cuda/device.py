@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ class CudaDevice(Accelerator):
         self._refuse_e4b15(cache, shares)
         super().pack(cache, table, shares, keys, out, after)
 
-    def land(
+    def landing(
         self,
         cache: PagedCache,
         table: BlockTable,
@@ -58,9 +58,9 @@ class CudaDevice(Accelerator):
         write_first: int,
         write_end: int,
         after: Any = None,
-    ) -> None:
+    ) -> Callable[[], None]:
         self._refuse_e4b15(cache, shares)
-        super().land(cache, table, shares, keys, data, write_first, write_end, after)
+        return super().landing(cache, table, shares, keys, data, write_first, write_end, after)
 
     def _refuse_e4b15(self, cache: PagedCache, shares: Sequence[SpanShare]) -> None:
         """vLLM's slots with fp8 keys are not E4M3FN on cards before 8.9. Pages of floats, and fp8 pages, are unaffected: the kernels cast
@@ -69,9 +69,9 @@ class CudaDevice(Accelerator):
         if self.card.slots_hold_e4m3:
             return
         for share in shares:
-            layer = cache.layers[share.index]
+            layer = cache.layers[share.model_layer]
             if isinstance(layer, SlotPages) and layer.sides[0].coding.kind is CodingKind.FP8:
                 raise PagesDoNotFit(
-                    f"layer {share.index} holds vLLM slots with fp8 keys, which are E4B15 on compute capability {self.card.capability}",
+                    f"layer {share.model_layer} holds vLLM slots with fp8 keys: E4B15 on compute capability {self.card.capability}",
                     remedy="use a preset with rotated keys here, or convert the slots (bridge.codecs.dialects.e4b15_as_e4m3)",
                 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple
 
 import numpy as np
 import torch
@@ -59,10 +58,10 @@ def layers_as_messages(cache: PagedCache, indices: Iterable[int], places: Places
 def shares_as_messages(shares: Sequence[SpanShare]) -> tuple[Share, ...]:
     return tuple(
         Share(
-            astuple(share.span),
+            tuple(share.span),
             share.codec.key.to_bytes(),
             share.codec.value.to_bytes(),
-            share.index,
+            share.model_layer,
             share.head_dim,
             share.head_first,
             share.head_count,

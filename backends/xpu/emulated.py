@@ -196,7 +196,7 @@ def _call(
 ) -> tuple[Call, Places]:
     """The message, and the pages copied into shared memory: payload first, then the storages."""
     places = Places(payload_bytes)
-    layers = layers_as_messages(cache, [share.index for share in shares], places)
+    layers = layers_as_messages(cache, [share.model_layer for share in shares], places)
     memory.grow(places.end)
     for held, place in places.storages.values():
         memory.bytes[place : place + held.size] = held

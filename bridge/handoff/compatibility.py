@@ -48,26 +48,26 @@ def check_fits(
     if missing:
         raise LayersMissing(f"the payload lacks layers {missing[:8]}, which this decoder needs")
     checked: set[tuple[int, ...]] = set()
-    for held in groups:
+    for number, held in enumerate(groups):
         for index, pages in held.cache.layers.items():
-            layer = offered[index]
+            layer, key = offered[index], pages.sides[0]
             group, codec = manifest.groups[layer.group], manifest.codecs[layer.codec]
-            _check_heads(group, index, pages, held.cache.first_head)
-            _check_tokens(group, manifest, first_token, end_token)
+            # Layers are mostly alike, and these checks are dear: once for each kind.
+            kind = (number, layer.group, layer.codec, key.heads, pages.head_dim, key.num_pages)
+            if kind not in checked:
+                _check_heads(group, index, pages, held.cache.first_head)
+                _check_tokens(group, manifest, first_token, end_token)
             for side, coding in zip(pages.sides, (codec.key, codec.value), strict=True):
                 if side is not None and CodingKind.OPAQUE in (side.coding.kind, coding.kind) and side.coding != coding:
                     raise OpaqueDiffers(
                         f"layer {index} is {coding.kind.name.lower()} of {coding.row_bytes} bytes a row in the payload, "
                         f"{side.coding.kind.name.lower()} of {side.coding.row_bytes} here, or of another meaning"
                     )
-            # Layers are mostly alike, and these are dear: once for each kind. A short or wild block table is refused before anything is
-            # transferred.
-            tables, rows = (layer.codec, layer.group), (id(held), layer.group, pages.sides[0].num_pages)
-            if tables not in checked:
+            if kind not in checked:
+                # A short or wild block table is refused before anything is transferred.
                 check_tables(codec, group.head_dim)
-            if rows not in checked:
-                held.table.locate(*written_range(group, first_token, end_token), pages.sides[0].num_pages)
-            checked |= {tables, rows}
+                held.table.locate(*written_range(group, first_token, end_token), key.num_pages)
+            checked.add(kind)
 
 
 def _check_heads(group: Group, index: int, pages: LayerDescription, first_head: int) -> None:

@@ -147,6 +147,7 @@ class Decoder:
         self._landing = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="kvbridge-land", initializer=attach)
         self._resources = Resources(
             device=device,
+            planner=device if isinstance(device, DeviceWithMemory) else None,
             staging=next(iter(self._staging.values())),
             turn=asyncio.Lock(),
             landing=self._landing,

@@ -1,15 +1,17 @@
-"""The chunks of one payload on the decoder: each is read while the one before is verified and landed."""
+"""The chunks of one payload on the decoder: some are read, and their landing is planned, while the one before is verified and landed."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from bridge.counters import Counters
-from bridge.devices import Buffer, Device
+from bridge.devices import Buffer, Device, DeviceWithMemory
 from bridge.handoff.bounds import Bounds, Observer
 from bridge.handoff.errors import StagingFull
 from bridge.handoff.link import Link, Receiving
@@ -17,7 +19,7 @@ from bridge.handoff.loop import outlast
 from bridge.handoff.staging import Extent, Staging
 from bridge.handoff.ticket import Ticket
 from bridge.pages import CacheGroup
-from bridge.shares import ChunkShare, batches, chunk_share
+from bridge.shares import Batch, ChunkShare, batches, chunk_share
 from bridge.transfer.agent import ReadRange, Transfer
 from bridge.transfer.errors import TransferTimeout
 from bridge.wire import Manifest, PayloadMap, TagKeys
@@ -31,11 +33,13 @@ _ROOM_INTERVAL = 0.001
 class Resources:
     """What moves share: a decoder's device, staging memory of the prefiller's kind, and threads.
 
-    turn: held while a move waits for room in the staging memory, so that moves get it in the order in which they asked.
-    depth: chunks of one move that may be in staging memory at a time, besides the one that lands.
+    planner: the device, where it can plan a landing before the bytes are there. turn: held while a move waits for room in the staging
+    memory, so that moves get it in the order in which they asked. depth: chunks of one move that may be on their way or wait in staging
+    memory at a time, besides the one that lands.
     """
 
     device: Device
+    planner: DeviceWithMemory | None
     staging: Staging
     turn: asyncio.Lock
     landing: ThreadPoolExecutor
@@ -71,19 +75,34 @@ class Wanted:
     order: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Incoming:
+    """A chunk on its way. plan: the calls that will land it, made by a landing thread meanwhile. start: when its read began."""
+
+    share: ChunkShare
+    extent: Extent
+    transfer: Transfer
+    plan: asyncio.Future[list[Callable[[], None]]]
+    start: float
+
+
 class Move:
     """Brings one claimed payload in. Made and run on the decoder's loop; `nbytes` and the seconds are for the report."""
 
     def __init__(self, resources: Resources, link: Link, receiving: Receiving, wanted: Wanted) -> None:
         self._resources, self._link, self._receiving, self.wanted = resources, link, receiving, wanted
-        self._arrived: asyncio.Queue[tuple[ChunkShare, Extent] | None] = asyncio.Queue(maxsize=max(resources.depth - 1, 1))
+        self._places = asyncio.Semaphore(resources.depth)
+        self._under_way: asyncio.Queue[Incoming | None] = asyncio.Queue()
+        self._arrived: asyncio.Queue[Incoming | None] = asyncio.Queue()
+        self._last_arrival = 0.0
         self.nbytes = 0
         self.transfer_seconds = 0.0
+        """While at least one read was under way and none had arrived that was asked for later."""
         self.land_seconds = 0.0
 
     async def run(self) -> None:
         """Returns when everything has landed. On failure nothing of this payload is under way any more, and staging is given back."""
-        tasks = [asyncio.create_task(self._read_all()), asyncio.create_task(self._land_all())]
+        tasks = [asyncio.create_task(step) for step in (self._read_all(), self._await_all(), self._land_all())]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -94,12 +113,13 @@ class Move:
             finally:
                 for task in tasks:
                     _ = task.cancelled() or task.exception()
-                while not self._arrived.empty():
-                    item = self._arrived.get_nowait()
-                    if item is not None:
-                        self._resources.staging.pool.give_back(item[1])
+                for incoming in _left_in(self._under_way):
+                    self._give_up(incoming)
+                for incoming in _left_in(self._arrived):
+                    self._drop(incoming)
 
     async def _read_all(self) -> None:
+        """Begins the reads, in order, as places in staging memory allow."""
         resources, wanted, manifest = self._resources, self.wanted, self.wanted.manifest
         payload = PayloadMap(manifest)
         held = _token_ranges(manifest, wanted.groups)
@@ -113,77 +133,126 @@ class Move:
                 continue
             chunk = payload.chunk(index)
             share = chunk_share(manifest, chunk, [group.cache for group in wanted.groups])
+            calls = list(batches(manifest, share, wanted.first_token, wanted.end_token))
+            await self._places.acquire()
             slot = await self._receiving.slot(index, resources.bounds.chunk)
-            if any(batches(manifest, share, wanted.first_token, wanted.end_token)):
-                extent = await resources.take_staging(share.nbytes)
-                ranges = [ReadRange(slot + remote - chunk.offset, extent.offset + local, size) for remote, local, size in share.ranges]
-                resources.observe("reading", {"chunk": index})
-                await self._read(ranges, extent)
-                resources.observe("arrived", {"chunk": index})
-                try:
-                    await self._arrived.put((share, extent))
-                except BaseException:
-                    resources.staging.pool.give_back(extent)
-                    raise
-                self.nbytes += share.nbytes
-            await self._link.taken(wanted.ticket, index)
-        await self._arrived.put(None)
+            if not calls:
+                self._places.release()
+                await self._link.taken(wanted.ticket, index)
+                continue
+            extent = await resources.take_staging(share.nbytes)
+            ranges = [ReadRange(slot + remote - chunk.offset, extent.offset + local, size) for remote, local, size in share.ranges]
+            self._under_way.put_nowait(self._begin(share, calls, extent, ranges))
+        self._under_way.put_nowait(None)
 
-    async def _read(self, ranges: list[ReadRange], extent: Extent) -> None:
-        """Reads into `extent`, which is given back or quarantined if that fails."""
-        resources, start = self._resources, time.perf_counter()
+    def _begin(self, share: ChunkShare, calls: list[Batch], extent: Extent, ranges: list[ReadRange]) -> Incoming:
+        """Begins a read into `extent`, which is given back if that fails."""
+        resources, loop, start = self._resources, asyncio.get_running_loop(), time.perf_counter()
+        plan: asyncio.Future[list[Callable[[], None]]] = loop.create_future()
         try:
+            resources.observe("reading", {"chunk": share.chunk})
+            data = resources.staging.view(extent, share.nbytes)
             transfer = self._link.endpoint.read(self._link.memory, resources.staging.registration, ranges)
         except BaseException:
             resources.staging.pool.give_back(extent)
             raise
+        incoming = Incoming(share, extent, transfer, plan, start)
         try:
-            await self._arrival(transfer)
-            transfer.release()
+            if resources.planner is None:
+                plan.set_result(self._plan(partial(partial, resources.device.land), calls, data))
+            else:
+                plan = loop.run_in_executor(resources.landing, self._plan, resources.planner.landing, calls, data)
         except BaseException:
-            self._give_up(transfer, extent)
+            self._give_up(incoming)
             raise
-        self.transfer_seconds += time.perf_counter() - start
+        return replace(incoming, plan=plan)
 
-    async def _arrival(self, transfer: Transfer) -> None:
+    async def _await_all(self) -> None:
+        """Waits for the reads, in order, and tells the prefiller of each."""
+        while (incoming := await self._under_way.get()) is not None:
+            try:
+                await self._arrival(incoming)
+                incoming.transfer.release()
+            except BaseException:
+                self._give_up(incoming)
+                raise
+            now = time.perf_counter()
+            self.transfer_seconds += now - max(incoming.start, self._last_arrival)
+            self._last_arrival = now
+            self._arrived.put_nowait(incoming)
+            self.nbytes += incoming.share.nbytes
+            self._resources.observe("arrived", {"chunk": incoming.share.chunk})
+            await self._link.taken(self.wanted.ticket, incoming.share.chunk)
+        self._arrived.put_nowait(None)
+
+    async def _arrival(self, incoming: Incoming) -> None:
+        transfer, bound = incoming.transfer, self._resources.bounds.transfer
         start = time.perf_counter()
         while not transfer.done():
             elapsed = time.perf_counter() - start
             if self._receiving.error is not None:
                 raise self._receiving.error
-            if elapsed > self._resources.bounds.transfer:
-                raise TransferTimeout(f"{transfer.nbytes} bytes did not arrive within {self._resources.bounds.transfer} s")
+            if elapsed > bound:
+                raise TransferTimeout(f"{transfer.nbytes} bytes did not arrive within {bound} s")
             # Short transfers are waited for without sleeping; long ones leave the processor to others.
             await asyncio.sleep(0 if elapsed < _BUSY_POLL_SECONDS else _POLL_INTERVAL)
 
-    def _give_up(self, transfer: Transfer, extent: Extent) -> None:
-        if _settled(transfer):
-            self._resources.staging.pool.give_back(extent)
+    def _give_up(self, incoming: Incoming) -> None:
+        """Of a read that may still be under way."""
+        if _settled(incoming.transfer):
+            self._drop(incoming)
         else:
             self._resources.counters.add("quarantined")
-            self._resources.staging.pool.quarantine(extent, lambda: _settled(transfer))
+            _forget(incoming.plan)
+            self._resources.staging.pool.quarantine(incoming.extent, lambda: _settled(incoming.transfer))
+
+    def _drop(self, incoming: Incoming) -> None:
+        """Of a chunk that has arrived, or of which nothing can arrive any more."""
+        _forget(incoming.plan)
+        self._resources.staging.pool.give_back(incoming.extent)
 
     async def _land_all(self) -> None:
         resources, loop = self._resources, asyncio.get_running_loop()
-        while (item := await self._arrived.get()) is not None:
-            share, extent = item
+        while (incoming := await self._arrived.get()) is not None:
+            self._places.release()
             try:
-                data = resources.staging.view(extent, share.nbytes)
+                calls = await incoming.plan
                 start = time.perf_counter()
-                landing = loop.run_in_executor(resources.landing, self._land, share, data)
+                landing = loop.run_in_executor(resources.landing, _call_all, calls)
                 # The pages are the engine's again, and the extent another chunk's, only when nobody uses them any more.
                 await outlast([landing])
                 landing.result()
             finally:
-                resources.staging.pool.give_back(extent)
+                self._drop(incoming)
             self.land_seconds += time.perf_counter() - start
-            resources.observe("landed", {"chunk": share.chunk})
+            resources.observe("landed", {"chunk": incoming.share.chunk})
 
-    def _land(self, share: ChunkShare, data: Buffer) -> None:
+    def _plan(self, land: Callable[..., Callable[[], None]], calls: list[Batch], data: Buffer) -> list[Callable[[], None]]:
+        """What is to be called once the chunk is in `data`; nothing is read or written before."""
         wanted = self.wanted
-        for number, shares, rows in batches(wanted.manifest, share, wanted.first_token, wanted.end_token):
+        made: list[Callable[[], None]] = []
+        for number, shares, rows in calls:
             group = wanted.groups[number]
-            self._resources.device.land(group.cache, group.table, shares, wanted.keys, data, *rows, **wanted.order)
+            made.append(land(group.cache, group.table, shares, wanted.keys, data, *rows, **wanted.order))
+        return made
+
+
+def _call_all(calls: list[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
+
+
+def _left_in(queue: asyncio.Queue[Incoming | None]) -> Iterator[Incoming]:
+    while not queue.empty():
+        incoming = queue.get_nowait()
+        if incoming is not None:
+            yield incoming
+
+
+def _forget(plan: asyncio.Future[list[Callable[[], None]]]) -> None:
+    """Nobody will ask for this plan: its failure is not to be reported as one that was overlooked."""
+    plan.cancel()
+    plan.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 def _token_ranges(manifest: Manifest, groups: tuple[CacheGroup, ...]) -> set[tuple[int, int]]:

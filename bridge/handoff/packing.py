@@ -42,7 +42,7 @@ class Packer:
                     raise StagingFull(f"a chunk has up to {bound} bytes, the staging budget is {self.pool.capacity}")
                 return
             for index in range(lease.map.chunk_count):
-                extent = self.pool.try_take(lease.map.chunk(index).nbytes)
+                extent = self.pool.try_take(lease.map.chunk_bytes(index))
                 if extent is None:
                     raise StagingFull(
                         f"the payload of {lease.map.payload_bytes} bytes does not fit: {self.pool.used} of {self.pool.capacity} are in use"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from bridge.wire import errors
 from bridge.wire.coding import BLOCK_TOKENS
@@ -16,8 +18,7 @@ def tag_plane_bytes(blocks: int) -> int:
     return (TAG_BYTES * blocks + 15) // 16 * 16
 
 
-@dataclass(frozen=True)
-class LayerSpan:
+class LayerSpan(NamedTuple):
     """One layer's part of one chunk: `heads` runs of equal size, one after another.
 
     layer: its position in the manifest's table. offset: bytes from the start of the payload. first_block: absolute number of the
@@ -75,9 +76,9 @@ class PayloadMap:
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
-        # Sizes that every chunk asks for again: a codec's block bytes are dear.
-        sizes = {(layer.codec, layer.group) for layer in manifest.layers}
-        self._block_bytes = {(c, g): manifest.codecs[c].block_bytes(manifest.groups[g].head_dim) for c, g in sizes}
+        # Layers are mostly alike, and sizes are asked for at every chunk: they are worked out once for each kind of layer.
+        self._kinds = Counter((layer.codec, layer.group) for layer in manifest.layers)
+        self._block_bytes = {(c, g): manifest.codecs[c].block_bytes(manifest.groups[g].head_dim) for c, g in self._kinds}
         self.first_chunk = manifest.first_token // manifest.chunk_tokens
         self.chunk_count = (manifest.end_token - 1) // manifest.chunk_tokens - self.first_chunk + 1
         self.payload_bytes, self.blocks = self._before(self.chunk_count)
@@ -89,39 +90,44 @@ class PayloadMap:
         if not 0 <= index < self.chunk_count:
             raise IndexError(f"chunk {index} of {self.chunk_count}")
         m = self.manifest
-        start = self._start(index)
         first_offset, first_ordinal = offset, ordinal = self._before(index)
+        like = {kind: self._span(index, *kind) for kind in self._kinds}
         spans = []
         for position, layer in enumerate(m.layers):
-            group = m.groups[layer.group]
-            first, end = max(group.first_token, start), min(group.end_token, start + m.chunk_tokens)
-            if first >= end:
+            one = like[layer.codec, layer.group]
+            if one is None:
                 continue
-            span = LayerSpan(
-                chunk=index,
-                layer=position,
-                offset=offset,
-                heads=group.head_count,
-                blocks=_block_count(first, end),
-                block_bytes=self.block_bytes(layer),
-                first_block=first // BLOCK_TOKENS,
-                first_ordinal=ordinal,
-                first_token=first,
-                end_token=end,
-            )
-            spans.append(span)
-            offset += span.nbytes
-            ordinal += span.heads * span.blocks
+            heads, blocks, block_bytes, first_block, first, end, nbytes = one
+            spans.append(LayerSpan(index, position, offset, heads, blocks, block_bytes, first_block, ordinal, first, end))
+            offset += nbytes
+            ordinal += heads * blocks
         return ChunkMap(index, first_offset, offset - first_offset, first_ordinal, ordinal - first_ordinal, tuple(spans))
+
+    def chunk_bytes(self, index: int) -> int:
+        """Size of chunk `index`, without its spans."""
+        return self._before(index + 1)[0] - self._before(index)[0]
+
+    def _span(self, index: int, codec: int, group: int) -> tuple[int, int, int, int, int, int, int] | None:
+        """What the spans of all layers of this kind have in common in chunk `index`; None where the chunk has none of their tokens.
+
+        (heads, blocks, block bytes, first block, first token, end token, bytes)
+        """
+        m, start = self.manifest, self._start(index)
+        held = m.groups[group]
+        first, end = max(held.first_token, start), min(held.end_token, start + m.chunk_tokens)
+        if first >= end:
+            return None
+        heads, blocks, block_bytes = held.head_count, _block_count(first, end), self._block_bytes[codec, group]
+        return heads, blocks, block_bytes, first // BLOCK_TOKENS, first, end, heads * _run_bytes(block_bytes, blocks)
 
     @property
     def chunk_bytes_bound(self) -> int:
         """Bytes that hold any chunk of this payload: the size of a staging slot."""
         total = 0
-        for layer in self.manifest.layers:
-            group = self.manifest.groups[layer.group]
+        for (codec, number), layers in self._kinds.items():
+            group = self.manifest.groups[number]
             blocks = min(self.manifest.chunk_tokens // BLOCK_TOKENS, _block_count(group.first_token, group.end_token))
-            total += group.head_count * self._run_bytes(layer, blocks)
+            total += layers * group.head_count * _run_bytes(self._block_bytes[codec, number], blocks)
         return total
 
     def _start(self, index: int) -> int:
@@ -132,15 +138,12 @@ class PayloadMap:
         """Bytes of one of this layer's blocks."""
         return self._block_bytes[layer.codec, layer.group]
 
-    def _run_bytes(self, layer: Layer, blocks: int) -> int:
-        return blocks * self.block_bytes(layer) + tag_plane_bytes(blocks)
-
     def _before(self, index: int) -> tuple[int, int]:
         """(bytes, blocks) of all chunks before `index`: a first run, whole runs, a last run for each layer."""
         m, stop = self.manifest, self._start(index)
         total_bytes = total_blocks = 0
-        for layer in m.layers:
-            group = m.groups[layer.group]
+        for (codec, number), layers in self._kinds.items():
+            group = m.groups[number]
             first, end = group.first_token, min(group.end_token, stop)
             if first >= end:
                 continue
@@ -155,9 +158,14 @@ class PayloadMap:
                     (_block_count(last_chunk * m.chunk_tokens, end), 1),
                 ]
             for blocks, times in runs:
-                total_bytes += group.head_count * times * self._run_bytes(layer, blocks)
-                total_blocks += group.head_count * times * blocks
+                runs_of_all = layers * group.head_count * times
+                total_bytes += runs_of_all * _run_bytes(self._block_bytes[codec, number], blocks)
+                total_blocks += runs_of_all * blocks
         return total_bytes, total_blocks
+
+
+def _run_bytes(block_bytes: int, blocks: int) -> int:
+    return blocks * block_bytes + tag_plane_bytes(blocks)
 
 
 def _block_count(first_token: int, end_token: int) -> int:

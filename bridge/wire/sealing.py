@@ -6,6 +6,7 @@ import hmac
 import struct
 from collections.abc import Iterator
 from enum import IntEnum
+from functools import lru_cache
 
 from bridge.wire import errors
 from bridge.wire.coding import CODING_BYTES, Element, SlotCodec
@@ -217,6 +218,12 @@ def _parse_layer(record: bytes) -> Layer:
     return Layer(index, group, codec, key_scale, value_scale, Element(source))
 
 
+@lru_cache(maxsize=16)
+def _parse_layers(section: bytes) -> tuple[Layer, ...]:
+    """The section LAYERS; it is the same in every payload of a model."""
+    return tuple(_parse_layer(record) for record in _records(section, _LAYER.size, MAX_LAYERS, Section.LAYERS))
+
+
 def _parse(body: bytes) -> Manifest:
     _, _, minor, _, _, _, _ = _HEADER.unpack_from(body)
     sections = _split_sections(body)
@@ -244,7 +251,7 @@ def _parse(body: bytes) -> Manifest:
         chunk_tokens=chunk_tokens,
         groups=tuple(_parse_group(r) for r in _records(sections[Section.GROUPS], _GROUP.size, MAX_GROUPS, Section.GROUPS)),
         codecs=tuple(SlotCodec.from_bytes(r) for r in _records(sections[Section.CODECS], 2 * CODING_BYTES, MAX_CODECS, Section.CODECS)),
-        layers=tuple(_parse_layer(r) for r in _records(sections[Section.LAYERS], _LAYER.size, MAX_LAYERS, Section.LAYERS)),
+        layers=_parse_layers(sections[Section.LAYERS]),
         shard=Shard(*_fixed(sections[Section.SHARD], _SHARD, Section.SHARD)),
         minor=minor,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -82,7 +81,7 @@ def _heads(span: LayerSpan) -> Iterator[tuple[int, LayerSpan]]:
     for head in range(0, span.heads, step):
         offset, _ = span.head_range(head, 0)
         ordinal, heads = span.first_ordinal + head * span.blocks, min(step, span.heads - head)
-        yield head, replace(span, heads=heads, offset=offset, first_ordinal=ordinal)
+        yield head, span._replace(heads=heads, offset=offset, first_ordinal=ordinal)
 
 
 def _whole(span: LayerSpan) -> bool:
@@ -196,7 +195,7 @@ def _right(m: Manifest, data: np.ndarray, spans: list[LayerSpan], keys: TagKeys)
     offset, ordinal, last = spans[0].offset, spans[0].first_ordinal, spans[-1]
     masks = keys.masks(ordinal, last.first_ordinal + last.heads * last.blocks - ordinal)
     for alike in _alike(spans, m):
-        one = alike[0] if len(alike) == 1 else replace(alike[0], heads=sum(span.heads for span in alike))
+        one = alike[0] if len(alike) == 1 else alike[0]._replace(heads=sum(span.heads for span in alike))
         joined = _join(data, [span.offset - offset for span in alike], [span.nbytes for span in alike])
         expected = _join(masks, [span.first_ordinal - ordinal for span in alike], [span.heads * span.blocks for span in alike])
         try:

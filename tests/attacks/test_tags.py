@@ -7,7 +7,7 @@ tags exchanged; a block moved with its tag; another valid range. Nothing is writ
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -276,8 +276,8 @@ def test_another_valid_range_is_refused(payload, device, first, end):
     spans = payload.spans
     shares = landing.shares
     try:
-        payload.spans = tuple(replace(span, first_token=first, end_token=end) for span in spans)
-        landing.shares = tuple(replace(share, span=replace(share.span, first_token=first, end_token=end)) for share in shares)
+        payload.spans = tuple(span._replace(first_token=first, end_token=end) for span in spans)
+        landing.shares = tuple(share._replace(span=share.span._replace(first_token=first, end_token=end)) for share in shares)
         with pytest.raises(BadTag):
             verify(payload)
         assert type(landing.refused(0)) is BadTag

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -47,8 +48,11 @@ class ToyDevice(CpuReferenceDevice):
         super().pack(*arguments)
 
     def land(self, *arguments, after=None) -> None:
+        self.landing(*arguments, after=after)()
+
+    def landing(self, *arguments, after=None) -> Callable[[], None]:
         self.afters.append(after)
-        super().land(*arguments)
+        return partial(super().land, *arguments)
 
 
 class ToyAgent(LocalAgent):
