@@ -42,6 +42,8 @@ from bridge.transfer.agent import Agent
 from bridge.transfer.errors import TransferTimeout
 from bridge.wire import ContentKind, Manifest, PayloadMap, TagKeys, open_sealed
 
+_LAST_COMMITS_SECONDS = 1.0
+
 
 @dataclass(frozen=True)
 class Target:
@@ -140,6 +142,7 @@ class Decoder:
         self._links: dict[tuple[str, int], Link] = {}
         self._connecting: dict[tuple[str, int], asyncio.Task[Link]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._committing: dict[tuple[int, int, int], asyncio.Task[None]] = {}
         self._pool = StagingPool(staging_bytes)
         self._staging = {opened.memory.device: opened for opened in [Staging.open(device, agent, self._pool, staging)]}
         self._may_add_host, self._opening = staging == "auto", threading.Lock()
@@ -173,7 +176,7 @@ class Decoder:
         return Fetch(self._loop.start(self._counted(ticket, target, engine_order(self.device))))
 
     def fetch(self, ticket: Ticket, target: Target) -> Received:
-        """A whole hand-off: returns when every block was verified and landed.
+        """A whole hand-off: returns when every block was verified and landed; the prefiller is told of it afterwards.
 
         Raises a HandoffError, TransferError, WireError or DeviceError; then nothing may be used of what the pages hold, and everything
         that the hand-off held on either side is freed.
@@ -199,10 +202,15 @@ class Decoder:
         return sum(staging.pool.quarantined for staging in self._staging.values())
 
     def close(self) -> None:
-        """Ends every hand-off and frees staging memory, registration and connections. Idempotent."""
+        """Ends every hand-off and frees staging memory, registration and connections. Idempotent.
+
+        Prefillers are first told of what has landed, for which they have a second.
+        """
         if self._closed:
             return
         self._closed = True
+        with contextlib.suppress(HandoffError, concurrent.futures.TimeoutError):
+            self._loop.run(self._end_commits(), _LAST_COMMITS_SECONDS)
         self._loop.close()
         self._landing.shutdown(wait=True)
         for staging in self._staging.values():
@@ -232,23 +240,40 @@ class Decoder:
         start = time.perf_counter()
         link = await self._link(ticket.peer, ticket.rank)
         self.observe("claiming", {"request_id": ticket.request_id})
+        earlier = self._committing.get(_lease_at(link, ticket))
+        if earlier is not None:
+            await asyncio.wait([earlier])
         claimed, receiving = await link.claim(ticket, target.reader, target.readers, target.model_digest)
         try:
             move = await self._take(link, claimed, receiving, ticket, target, order)
-            # From here on the decoder has everything: whether the prefiller hears of it changes nothing for the request.
-            try:
-                await receiving.wait_released(self.bounds.claim)
-            except HandoffError as error:
-                self.counters.add("commit_unconfirmed", error.clause)
+        except BaseException:
+            link.forget(ticket)
+            raise
+        # From here on the decoder has everything: whether the prefiller hears of it changes nothing for the request, which does not wait.
+        name = _lease_at(link, ticket)
+        self._committing[name] = asyncio.create_task(self._commit(link, receiving, ticket))
+        self._committing[name].add_done_callback(lambda _: self._committing.pop(name, None))
+        return Received(move.wanted.manifest, move.nbytes, time.perf_counter() - start, move.transfer_seconds, move.land_seconds)
+
+    async def _commit(self, link: Link, receiving: Receiving, ticket: Ticket) -> None:
+        """Tells the prefiller that everything has landed, and counts where it does not confirm."""
+        try:
+            await link.commit(ticket)
+            self.observe("commit_sent", {})
+            await receiving.wait_released(self.bounds.claim)
+            self.observe("released", {})
+        except HandoffError as error:
+            self.counters.add("commit_unconfirmed", error.clause)
+        except asyncio.CancelledError:
+            self.counters.add("commit_unconfirmed", Cancelled.clause)
+            raise
         finally:
             link.forget(ticket)
-        self.observe("released", {})
-        return Received(move.wanted.manifest, move.nbytes, time.perf_counter() - start, move.transfer_seconds, move.land_seconds)
 
     async def _take(
         self, link: Link, claimed: Claimed, receiving: Receiving, ticket: Ticket, target: Target, order: dict[str, Any]
     ) -> Move:
-        """Everything between the grant and the commit; abandons the lease if it fails."""
+        """Everything between the grant and the last landing; abandons the lease if it fails."""
         try:
             self.observe("granted", {"request_id": ticket.request_id})
             manifest = open_sealed(claimed.manifest, claimed.key)
@@ -267,12 +292,11 @@ class Decoder:
             with contextlib.suppress(HandoffError):
                 await link.abandon(ticket, error)
             raise
-        try:
-            await link.commit(ticket)
-        except HandoffError as error:
-            self.counters.add("commit_unconfirmed", error.clause)
-        self.observe("commit_sent", {})
         return move
+
+    async def _end_commits(self) -> None:
+        if self._committing:
+            await asyncio.wait(list(self._committing.values()))
 
     async def _decline(self, ticket: Ticket, model_digest: bytes, reason: str) -> None:
         with contextlib.suppress(KVBridgeError):
@@ -356,3 +380,7 @@ class Decoder:
             raise
         self.observe("connected", {"peer": name})
         return Link(channel, welcome, endpoint, self.bounds)
+
+
+def _lease_at(link: Link, ticket: Ticket) -> tuple[int, int, int]:
+    return id(link), ticket.lease, ticket.generation

@@ -8,6 +8,7 @@ import torch
 from bridge.errors import KVBridgeError
 from bridge.handoff import Bounds, Mode, PeerConfig, Ticket, errors
 from bridge.handoff.decoder import Target
+from bridge.handoff.session import Session
 from bridge.transfer.errors import TransferFailed, TransferTimeout
 from bridge.wire import ContentKind, token_digest
 from bridge.wire.errors import BadTag
@@ -341,3 +342,30 @@ def test_what_the_configuration_gets_wrong_is_said(pair, tmp_path):
         with pytest.raises(kind, match=words):
             Prefiller(identity, peers, CpuReferenceDevice(), agent, **{"staging_bytes": 1 << 20, **settings})
         assert agent.registered_bytes() == 0
+
+
+def test_closing_right_after_a_hand_off_still_tells_the_prefiller(pair, source, target):
+    for _ in range(5):
+        offer = parked(pair, source)
+        pair.decoder.fetch(offer.ticket, pair.target(*target))
+        pair.decoder.close()
+        offer.wait(2)
+        pair.decoder = pair.new_decoder()
+    assert "commit_unconfirmed" not in " ".join(pair.decoder.counters.snapshot())
+    assert everything_is_free(pair)
+
+
+def test_fetching_again_at_once_is_refused_by_the_prefiller(pair, source, target):
+    offer = parked(pair, source)
+    pair.decoder.fetch(offer.ticket, pair.target(*target))
+    assert fetch_fails(pair, offer.ticket, target, errors.Refused).clause == errors.UnknownLease.clause
+
+
+def test_a_commit_that_nobody_confirms_is_counted(tmp_path, source, target, monkeypatch):
+    pair = Pair(tmp_path, bounds=Bounds(claim=0.5, heartbeat=0.5, silence=4))
+    offer = parked(pair, source)
+    monkeypatch.setattr(Session, "released", lambda self, lease: None)
+    pair.decoder.fetch(offer.ticket, pair.target(*target))
+    assert eventually(lambda: pair.decoder.counters.snapshot().get("commit_unconfirmed{timeout}") == 1), pair.decoder.counters.snapshot()
+    offer.wait(2)
+    pair.close()
