@@ -21,7 +21,7 @@ from bridge.pages import PagedCache
 from bridge.sharding import Holding, plan
 from bridge.transfer.agent import Agent
 from bridge.transfer.choose import open_agent
-from bridge.vllm import engine
+from bridge.vllm import engine, kv_tensors
 from bridge.vllm.config import ConnectorConfig
 from bridge.vllm.engine_pages import BlockGroup, EnginePages
 from bridge.vllm.errors import BadConfiguration, BadParameters
@@ -94,7 +94,7 @@ class WorkerSide:
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Describes the engine's pages and opens staging, agent and control channel. Raises ConnectorError, HandoffError and others."""
-        self._pages = EnginePages(engine.describe_all(kv_caches, self._vllm_config, self._heads[0]), self._groups)
+        self._pages = EnginePages(kv_tensors.describe_all(kv_caches, self._vllm_config, self._heads[0]), self._groups)
         # Only now: a model that is named by a hub is downloaded when vLLM loads it.
         self._model = engine.digest(self._vllm_config)
         device = self._open_device()

@@ -153,7 +153,7 @@ class Hooks:
             page, position = _places(blocks[number], tokens, group.block_size, tensor.shape[2], 0)
             found[f"k{index}"] = _take(key, page, position).float().numpy()
             found[f"v{index}"] = _take(value, page, position).float().numpy()
-            found["element"] = np.array(str(tensor.dtype))
+            found["element"] = np.array(str(key.dtype))
         np.savez(Path(folder) / f"rank{worker._rank}.npz", **found)
         return tokens
 
@@ -182,6 +182,8 @@ class Hooks:
         """K and V as [blocks, block size, heads, dim], or in tiles of [blocks, n, block size / n, heads, dim / m, m]."""
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
+        if tensor.dtype is torch.uint8:  # vLLM's type for fp8 caches
+            tensor = tensor.view(torch.float8_e4m3fn)
         blocks, heads, size, twice = tensor.shape
         dim, flat = twice // 2, tensor.reshape(blocks, heads, -1)
         isa = _get_attn_isa(self.model_config.dtype, size, dim, self.cache_config.cache_dtype)
@@ -206,12 +208,17 @@ def _tiled(view: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, to
 
 def _take(view: torch.Tensor, page: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     """[heads, tokens, dim]"""
-    found = view[page, position] if view.dim() == 4 else view[(page, *_tiled(view, position))].flatten(2)
-    return found.transpose(0, 1)
+    held = view.view(torch.uint8) if view.dtype is torch.float8_e4m3fn else view
+    found = held[page, position] if held.dim() == 4 else held[(page, *_tiled(held, position))].flatten(2)
+    return found.view(view.dtype).transpose(0, 1)
 
 
 def _put(view: torch.Tensor, page: torch.Tensor, position: torch.Tensor, vectors: torch.Tensor) -> None:
-    vectors = vectors.transpose(0, 1).to(view.dtype)
+    vectors = vectors.transpose(0, 1)
+    if view.dtype is torch.float8_e4m3fn:
+        # torch saturates to NaN, caches to the largest number; and it has no indexed writes of this type.
+        vectors, view = vectors.clamp(-448, 448).to(view.dtype).view(torch.uint8), view.view(torch.uint8)
+    vectors = vectors.to(view.dtype)
     if view.dim() == 4:
         view[page, position] = vectors
     else:
