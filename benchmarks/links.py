@@ -4,7 +4,7 @@
 
 Makes two namespaces joined by a veth pair, shapes both ends with `tc ... tbf`, starts a prefiller in one and a decoder in the other, and
 removes everything. Needs root, `ip` and `tc`. The agent is NIXL over UCX's tcp; blocks are verified as always. A row's time is that of
-the decoder's fetch: from the claim to the prefiller's word that the commit arrived. park: the payload was packed before. stream: packing
+the decoder's fetch: from the claim to the last landing. park: the payload was packed before. stream: packing
 goes on meanwhile. --faults: the link is cut and healed, and the prefiller is killed, stays away for a minute and comes back.
 """
 

@@ -56,7 +56,7 @@ class Holding:
 
     @property
     def heads(self) -> tuple[int, int]:
-        """(first, count), as `geometry.manifest_for` takes them."""
+        """(first, count), as `model.manifest_for` takes them."""
         return self.first_head, self.end_head - self.first_head
 
     @property

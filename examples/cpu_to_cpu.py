@@ -21,7 +21,7 @@ from bridge.transfer.nixl import NixlAgent
 from bridge.wire import ContentKind, Element, Group, Layer, Manifest, token_digest
 
 LAYERS, HEADS, HEAD_DIM, TOKENS = 4, 2, 64, 1000
-MODEL = bytes(32)  # in earnest: bridge.geometry.model_digest(config, weights)
+MODEL = bytes(32)  # in earnest: bridge.model.model_digest(config, weights)
 
 
 def make_pages(block_size: int, fill: float | None = None) -> tuple[PagedCache, BlockTable]:

@@ -208,7 +208,7 @@ class _Run:
 
     def _codec(self, codec: str, unquantised: list[int]) -> tuple[Row, dict[str, Any]]:
         from bridge.demo.paged import through_codec
-        from bridge.geometry import manifest_for
+        from bridge.model import manifest_for
 
         settings, count = self._settings, len(self._tokens)
         expected = unquantised

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.demo.errors import BadModel, BadPrompt, MissingPackage
-from bridge.geometry import ModelGeometry, model_digest
+from bridge.model import ModelGeometry, model_digest
 
 if TYPE_CHECKING:
     import torch

@@ -142,7 +142,7 @@ def through_codec(
 ) -> list[LayerKV]:
     """What a hand-off of this cache has to give, computed without wire and pages: the reference's encode and decode of each vector.
 
-    codec, per_layer, scales: as for `geometry.manifest_for`. Returns contiguous fp32 [kv_heads, tokens, head_dim] by layer, whose values
+    codec, per_layer, scales: as for `model.manifest_for`. Returns contiguous fp32 [kv_heads, tokens, head_dim] by layer, whose values
     are those of the pages' type. Raises UnknownCodec, NotCarried, PagesDoNotFit.
     """
     element, per_layer, scales = cache.element(), per_layer or {}, scales or {}

@@ -50,7 +50,7 @@ class Target:
     """Where a payload is to land, and what the decoder expects of it.
 
     cache, table: the decoder's own pages, of any block size, layout and element type; an engine with several KV groups gives those, each
-    with its own block table, and None as the table. model_digest: as geometry.model_digest computes it.
+    with its own block table, and None as the table. model_digest: as bridge.model.digest computes it.
     first_token: tokens before it are here already and are never written. end_token: one past the last token that is wanted (None: the
     payload's last). content: the digests that the payload must have (None: not compared). reader, readers: this rank's number among those
     that take the payload. lossless: whether a payload that a lossy codec changed is refused.
@@ -315,9 +315,11 @@ class Decoder:
             raise PeerUnknown(f"no prefiller named {name!r} with an address is configured here")
         if not 0 < peer.port + rank < 1 << 16:
             raise PeerUnknown(f"prefiller {name!r} has no rank {rank}: port {peer.port + rank} cannot be")
-        link = self._links.get((name, rank))
-        if link is not None and link.lost is None:
-            return link
+        while (link := self._links.get((name, rank))) is not None and link.lost is None:
+            if link.endpoint.failure is None:
+                return link
+            del self._links[name, rank]  # a data port that has failed stays so: everything is connected anew
+            await link.channel.close()
         connecting = self._connecting.get((name, rank))
         if connecting is None:
             connecting = self._connecting[name, rank] = asyncio.create_task(self._open(name, rank, peer))

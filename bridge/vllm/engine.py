@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from bridge.geometry import GeometryError, ModelGeometry, model_digest
+from bridge.model import GeometryError, ModelGeometry, model_digest
 from bridge.sharding import Layout, ShardingError
 from bridge.vllm.engine_pages import BlockGroup
 from bridge.vllm.errors import UnsupportedEngine

@@ -14,9 +14,9 @@ import torch
 from bridge.counters import Counters
 from bridge.devices import Device, open_device
 from bridge.errors import KVBridgeError
-from bridge.geometry import manifest_for
 from bridge.handoff import Decoder, Fetch, Mode, Offer, Prefiller, Target
 from bridge.handoff.errors import Cancelled, StagingFull
+from bridge.model import manifest_for
 from bridge.pages import PagedCache
 from bridge.sharding import Holding, plan
 from bridge.transfer.agent import Agent

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from bridge.geometry import ModelGeometry, manifest_for
 from bridge.handoff import Mode, Target
 from bridge.handoff.errors import HandoffError, HeadsDiffer, LayersMissing, OpaqueDiffers, Refused, TokensMissing
-from bridge.layer_groups import OpaqueBytes
+from bridge.model import ModelGeometry, OpaqueBytes, manifest_for
 from bridge.pages import BlockTable, CacheGroup, LayerPages, OpaquePages, PagedCache, PagesDoNotFit
 from bridge.sharding import Layout, plan
 from bridge.wire import Group, GroupKind

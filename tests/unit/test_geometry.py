@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bridge.codecs import CODECS, NotCarried, UnknownCodec
-from bridge.geometry import BadConfig, BadWeights, ModelGeometry, UnsupportedModel, manifest_for, model_digest
+from bridge.model import BadConfig, BadWeights, ModelGeometry, UnsupportedModel, manifest_for, model_digest
 from bridge.wire import ContentKind, Element, PayloadMap, Shard, token_digest
 
 LLAMA = {

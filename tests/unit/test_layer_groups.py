@@ -3,8 +3,7 @@
 import pytest
 
 from bridge.codecs import NotCarried, declared
-from bridge.geometry import BadConfig, ModelGeometry, SharedLayer, UnsupportedModel, manifest_for
-from bridge.layer_groups import LayerGroup, OpaqueBytes
+from bridge.model import BadConfig, LayerGroup, ModelGeometry, OpaqueBytes, SharedLayer, UnsupportedModel, manifest_for
 from bridge.sharding import DraftLayer, Layout
 from bridge.wire import Coding, CodingKind, Element, Group, GroupKind, PayloadMap, Shard, SlotCodec
 from bridge.wire.coding import opaque

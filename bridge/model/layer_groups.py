@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bridge.config_fields import BadConfig, bounded, flag, number, optional, refuse, show, text
+from bridge.model.config_fields import BadConfig, bounded, flag, number, optional, refuse, show, text
 from bridge.wire import GroupKind
 from bridge.wire.coding import BLOCK_TOKENS, MAX_OPAQUE_BYTES
 from bridge.wire.manifest import MAX_HEAD_DIM, MAX_TOKENS

@@ -1,0 +1,20 @@
+"""What of a model decides the shape and the identity of its KV, read from its configuration and weights."""
+
+from bridge.model.config_fields import BadConfig, BadWeights, GeometryError, UnsupportedModel
+from bridge.model.digest import model_digest
+from bridge.model.geometry import ModelGeometry
+from bridge.model.layer_groups import LayerGroup, OpaqueBytes
+from bridge.model.request import SharedLayer, manifest_for
+
+__all__ = [
+    "BadConfig",
+    "BadWeights",
+    "GeometryError",
+    "LayerGroup",
+    "ModelGeometry",
+    "OpaqueBytes",
+    "SharedLayer",
+    "UnsupportedModel",
+    "manifest_for",
+    "model_digest",
+]

@@ -1,0 +1,156 @@
+"""What identifies a model: equal where two processes would compute the same KV for the same tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bridge.model.config_fields import (
+    BadConfig,
+    BadWeights,
+    as_mapping,
+    show,
+)
+
+MAX_CONFIG_ITEMS = 1 << 17
+MAX_CONFIG_DEPTH = 16
+MAX_HEADER_BYTES = 100_000_000
+"""Of a safetensors file; the limit of the format's own library."""
+
+SLICE_BYTES = 4096
+SLICES = 64
+
+NO_MEANING = frozenset(
+    {
+        "_name_or_path", "name_or_path", "_commit_hash", "architectures", "auto_map", "transformers_version", "tokenizer_class",
+        "processor_class", "gguf_file", "dtype", "torch_dtype", "use_cache", "use_bfloat16", "torchscript", "return_dict",
+        "return_dict_in_generate", "output_attentions", "output_hidden_states", "output_scores", "output_router_logits",
+        "_attn_implementation", "_attn_implementation_internal", "_attn_implementation_autoset", "attn_implementation",
+        "_experts_implementation", "attn_impl", "_flash_attn_2_enabled", "gradient_checkpointing", "pretraining_tp",
+        "initializer_range", "initializer_factor", "init_std", "init_device", "id2label", "label2id", "num_labels", "problem_type",
+        "finetuning_task", "task_specific_params", "chunk_size_feed_forward", "bos_token_id", "eos_token_id", "pad_token_id",
+        "sep_token_id", "unk_token_id", "cls_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id",
+        "prefix", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "max_length", "min_length", "max_new_tokens",
+        "do_sample", "num_beams", "num_beam_groups", "num_return_sequences", "temperature", "top_k", "top_p", "typical_p",
+        "repetition_penalty", "length_penalty", "diversity_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
+        "early_stopping", "remove_invalid_values", "exponential_decay_length_penalty", "attention_dropout", "hidden_dropout",
+        "dropout", "activation_dropout", "layerdrop", "resid_pdrop", "embd_pdrop", "attn_pdrop", "emb_pdrop", "resid_dropout",
+        "embd_dropout", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
+        "classifier_dropout", "classifier_dropout_prob", "router_aux_loss_coef", "aux_loss_alpha", "router_jitter_noise"
+    }
+)  # fmt: skip
+"""Config fields, at any depth, that do not change what a token's K and V are."""
+
+
+def _canonical(value: Any, depth: int = 0, count: list[int] | None = None) -> Any:
+    count = count if count is not None else [0]
+    count[0] += 1
+    if depth > MAX_CONFIG_DEPTH or count[0] > MAX_CONFIG_ITEMS:
+        raise BadConfig(f"the config is deeper than {MAX_CONFIG_DEPTH} or has over {MAX_CONFIG_ITEMS} items")
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        if value.bit_length() > 64:
+            raise BadConfig(f"the config holds {show(value)}")
+        return value
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise BadConfig(f"the config holds the number {value}")
+        return int(value) if value.is_integer() and abs(value) < 2**53 else value
+    if isinstance(value, str):
+        if len(value) > 1 << 16:
+            raise BadConfig(f"the config holds a text of {len(value)} characters")
+        return value
+    if isinstance(value, Mapping):
+        kept = {str(key)[:200]: item for key, item in value.items() if str(key) not in NO_MEANING and item is not None}
+        return {key: _canonical(item, depth + 1, count) for key, item in _with_rope(kept).items()}
+    if isinstance(value, list | tuple):
+        return [_canonical(item, depth + 1, count) for item in value]
+    raise BadConfig(f"the config holds {show(value)}, which is no JSON")
+
+
+def _with_rope(config: dict[str, Any]) -> dict[str, Any]:
+    """rope_theta, rope_scaling and partial_rotary_factor as transformers 5 writes them: one rope_parameters."""
+    scaling, theta = config.get("rope_scaling"), config.get("rope_theta")
+    if "rope_parameters" in config or "rope_type" in config or (theta is None and not isinstance(scaling, Mapping)):
+        return config
+    rope = dict(scaling) if isinstance(scaling, Mapping) else {}
+    kind = rope.pop("type", None)
+    rope.setdefault("rope_type", kind or "default")
+    moved = ("rope_theta", "partial_rotary_factor")
+    rope.update({key: config[key] for key in moved if key in config})
+    return {**{key: value for key, value in config.items() if key not in (*moved, "rope_scaling")}, "rope_parameters": rope}
+
+
+def model_digest(config: Any, weights: str | Path | Sequence[str | Path] | None = None) -> bytes:
+    """32 bytes (SHA-256) that are equal where two processes would compute the same KV for the same tokens.
+
+    config: a mapping, or an object with `to_dict()`. All its fields count, at any depth, except those in NO_MEANING (a deny list: a new
+    field that nobody has thought of makes two sides refuse each other, never read each other wrongly) and those that are null. Pass the
+    same kind on both sides, best the parsed config.json: a transformers object adds its version's defaults.
+    weights: a folder (its .safetensors files, otherwise its one .gguf file), or the files. Their digest covers the tensors' names, shapes
+    and dtypes (safetensors) or the file's size (GGUF), and of every file the first, the last and 64 evenly spaced slices of 4 KiB.
+
+    What it misses: weights that differ only outside those slices (a patch of a few tensors), adapters applied at run time (they stand
+    among the manifest's content digests), and an engine's own numerics. The same weights sharded into other files give another digest.
+    Without weights two fine-tunings of one model are equal.
+    Raises BadConfig and BadWeights.
+    """
+    text = json.dumps(_canonical(as_mapping(config)), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    digest = hashlib.sha256(b"kvbridge model 1\0" + text.encode("utf-8", "surrogatepass") + b"\0")
+    if weights is not None:
+        for part in sorted(_file_digest(path) for path in _weight_files(weights)):
+            digest.update(part)
+    return digest.digest()
+
+
+def _weight_files(weights: str | Path | Sequence[str | Path]) -> list[Path]:
+    if not isinstance(weights, str | Path):
+        return [Path(path) for path in weights]
+    folder = Path(weights)
+    if not folder.is_dir():
+        return [folder]
+    tensors, gguf = sorted(folder.glob("*.safetensors")), sorted(folder.glob("*.gguf"))
+    sharded = [path for path in tensors if path.name.startswith("model")]
+    if tensors:
+        # Mistral ships the same weights twice, as consolidated.safetensors too.
+        return sharded or tensors
+    if len(gguf) == 1:
+        return gguf
+    found = f"{len(gguf)} .gguf files" if gguf else "neither .safetensors nor .gguf files"
+    raise BadWeights(f"the folder {folder} holds {found}", remedy="name the weight files themselves")
+
+
+def _file_digest(path: Path) -> bytes:
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            description, start = (b"gguf", 0) if path.suffix == ".gguf" else _safetensors_header(file, size, path)
+            digest = hashlib.sha256(struct.pack("<QQ", size - start, len(description)) + description)
+            last = max(size - SLICE_BYTES, start)
+            # Spaced over the data, so that padding or comments in a header change nothing.
+            for i in range(SLICES + 2):
+                file.seek(start + (last - start) * i // (SLICES + 1))
+                digest.update(file.read(SLICE_BYTES))
+            return digest.digest()
+    except OSError as error:
+        raise BadWeights(f"the weight file {path} cannot be read: {error.strerror}") from None
+
+
+def _safetensors_header(file: Any, size: int, path: Path) -> tuple[bytes, int]:
+    """(names, dtypes and shapes in canonical form, where the data begins)."""
+    head = file.read(8)
+    length = int.from_bytes(head, "little")
+    if len(head) < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+        raise BadWeights(f"the file {path} is no safetensors file")
+    try:
+        header = json.loads(file.read(length))
+        entries = sorted((name, entry["dtype"], entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+        return json.dumps(entries, separators=(",", ":")).encode(), 8 + length
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise BadWeights(f"the header of {path} is no safetensors header") from None
