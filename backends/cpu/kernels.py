@@ -4,6 +4,8 @@
 A block goes through small row-major buffers [16, head_dim], so that the inner loops run over contiguous elements and LLVM vectorises
 them. No fast-math and no fused multiply-add: operations, their order and their roundings are those of bridge/codecs/reference.py.
 Nothing here checks a bound; compiled.py does, once a share.
+
+All of it is one file because Numba's cache on disk looks at the file of the function that is called, and at no other.
 """
 
 from __future__ import annotations
