@@ -31,6 +31,7 @@ from backends.kernels import plan
 from backends.kernels.land import land_pages
 from backends.kernels.pack import pack_pages
 from backends.kernels.plan import Span, Tuning
+from backends.kernels.recode import recode_slots
 from backends.kernels.slots import land_slots, pack_slots
 from benchmarks import vllm_kernels
 from bridge.codecs import declared
@@ -42,7 +43,8 @@ from bridge.wire.payload import tag_plane_bytes
 HEADS, HEAD_DIM, PAGE = 4, 128, 16
 CODECS = ("raw", "fp8_e4m3", "turboquant_4bit_nc", "turboquant_k8v4", "turboquant_k3v4_nc", "turboquant_3bit_nc")
 OPERATIONS = [(kind, codec) for kind in ("pack", "land") for codec in CODECS]
-OPERATIONS += [("land_slots", "turboquant_4bit_nc"), ("pack_slots", "turboquant_4bit_nc")]
+OPERATIONS += [(kind, codec) for codec in CODECS[2:] for kind in ("land_slots", "pack_slots")]
+OPERATIONS += [("recode", "turboquant_4bit_nc")]
 LIMITS = {("pack", "raw"): (75, 75), ("pack", "fp8_e4m3"): (75, 75), ("pack", "turboquant_4bit_nc"): (60, 75),
           ("land", "turboquant_4bit_nc"): (60, 75), ("land_slots", "turboquant_4bit_nc"): (60, 75)}  # fmt: skip
 """Percent of the copy bandwidth that a kernel must reach, and the goal."""
@@ -55,14 +57,11 @@ OTHERS = {
     ],
     "land": [Tuning(1, 1, registers=128), Tuning(1, 1, registers=96), Tuning(1, 2)],
     "land_slots": [
+        Tuning(1, 2, together=1),
+        Tuning(1, 2, together=1, registers=48),
+        Tuning(1, 2, together=2),
         Tuning(1, 2),
-        Tuning(1, 2, one_layout=True),
-        Tuning(1, 1, registers=96, one_layout=True),
         Tuning(1, 1, registers=128),
-        Tuning(2, 2),
-        Tuning(1, 2, registers=64),
-        Tuning(2, 4),
-        Tuning(1, 1),
     ],
     "pack_slots": [Tuning(2, 1), Tuning(1, 1, registers=128)],
 }
@@ -112,7 +111,8 @@ class Operation:
 
     def __init__(self, shape: Shape, kind: str, name: str) -> None:
         self.shape, self.kind, self.name = shape, kind, name
-        self.codec = declared(name).for_layer(HEAD_DIM, Element.BF16)
+        self.slot_codec = declared(name).for_layer(HEAD_DIM, Element.BF16)
+        self.codec = declared("raw").for_layer(HEAD_DIM, Element.BF16) if kind == "recode" else self.slot_codec
         block_bytes = self.codec.block_bytes(HEAD_DIM)
         self.spans = shape.spans(block_bytes)
         last = self.spans[-1][-1]
@@ -125,22 +125,25 @@ class Operation:
         self.pages = plan.pages_of(shape.pages)
         self.result = plan.new_result("cuda")
         self.wanted: tuple | None = None
-        slot_bytes = self.codec.slot_bytes(HEAD_DIM)
+        slot_bytes = self.slot_codec.slot_bytes(HEAD_DIM)
         vectors = shape.layers * shape.tokens * HEADS
-        self.moved = self.nbytes + vectors * (slot_bytes if "slots" in kind else 4 * HEAD_DIM)
+        self.moved = self.nbytes + vectors * (slot_bytes if "slots" in kind or kind == "recode" else 4 * HEAD_DIM)
         if kind == "land":
             self.target = shape.for_all([tuple(torch.full_like(side, -7.0) for side in layer) for layer in shape.pages[: shape.each]])
             self.target_pages = plan.pages_of(self.target)
-        if "slots" in kind:
+        if "slots" in kind or kind == "recode":
             slot_shape = (shape.num_pages, PAGE, HEADS, slot_bytes)
             self.slot_tensors = shape.for_all([torch.full(slot_shape, 0xCD, dtype=torch.uint8, device="cuda") for _ in range(shape.each)])
-            self.slots = plan.slots_of(self.slot_tensors, self.codec, HEAD_DIM)
+            self.slots = plan.slots_of(self.slot_tensors, self.slot_codec, HEAD_DIM)
 
     def launch(self, tuning: Tuning) -> Callable[[], None]:
         if self.kind == "pack":
             return lambda: pack_pages(self.pages, *self.arguments, tuning)
         if self.kind == "land":
             return lambda: land_pages(self.target_pages, *self.arguments, self.result, tuning)
+        if self.kind == "recode":
+            table, span, _, heads, *rest = self.arguments
+            return lambda: recode_slots(self.slots, table, span, self.slot_codec, Element.BF16, heads, *rest, self.result, tuning)
         if self.kind == "land_slots":
             return lambda: land_slots(self.slots, *self.arguments, self.result, tuning)
         return lambda: pack_slots(self.slots, *self.arguments, tuning)
@@ -222,6 +225,8 @@ class Operation:
                 raise ValueError("a flipped bit was not reported")
             self.payload[self.nbytes // 2] ^= 1
             return {"k_elements_differing": counts[0], "v_elements_differing": counts[1], "vectors": self.shape.tokens * HEADS}
+        if self.kind == "recode":
+            return self.check_recoded(run, tuning)
         # Slots: landing and packing again must give the same payload; the layout itself is checked in tests/kernels/test_slots.py.
         for side in self.slot_tensors:
             side.fill_(0xCD)
@@ -234,6 +239,30 @@ class Operation:
         self.wanted = ()
         return {"bytes_differing": 0}
 
+    def check_recoded(self, run: Callable[[], None], tuning: Tuning) -> dict[str, float]:
+        """Against the slots that packing the same pages, then landing makes."""
+        for side in self.slot_tensors:
+            side.fill_(0xCD)
+        run()
+        found = [side.clone() for side in self.slot_tensors]
+        if self.result.tolist() != [0, plan.NO_ORDINAL, 0]:
+            raise ValueError(f"result {self.result.tolist()}")
+        other = Operation(self.shape, "land_slots", self.name)
+        pack_pages(other.pages, *other.arguments, tuning)
+        for side in other.slot_tensors:
+            side.fill_(0xCD)
+        land_slots(other.slots, *other.arguments, other.result, tuning_for("land_slots", other.codec))
+        differing = sum(int((a != b).sum()) for a, b in zip(found, other.slot_tensors, strict=True))
+        if differing > 1e-5 * sum(side.numel() for side in found):
+            raise ValueError(f"{differing} bytes differ")
+        self.payload[self.nbytes // 2] ^= 1
+        run()
+        if self.result[0].item() != 1:
+            raise ValueError("a flipped bit was not reported")
+        self.payload[self.nbytes // 2] ^= 1
+        self.wanted = ()
+        return {"bytes_differing": differing}
+
 
 def copy_bandwidth() -> float:
     """Bytes read plus written a second of a device-to-device copy of 2 GiB."""
@@ -245,9 +274,9 @@ def copy_bandwidth() -> float:
 
 def variants(kind: str, name: str, everything: bool) -> list[Tuning]:
     codec = declared(name).for_layer(HEAD_DIM, Element.BF16)
-    made = [tuning_for(kind, codec)]
+    made = [tuning_for("pack" if kind == "recode" else kind, codec)]
     if everything and codec.value.kind is CodingKind.AFFINE:
-        made += [tuning for tuning in OTHERS[kind] if tuning != made[0]]
+        made += [tuning for tuning in OTHERS.get(kind, []) if tuning != made[0]]
     if kind == "pack" and codec.value.kind is CodingKind.AFFINE:
         made.append(replace(made[0], ties_up=True))
     return made
@@ -330,9 +359,9 @@ def draw(record: dict, path: str) -> None:
         print("no plot: matplotlib is not installed")
         return
     best = best_rows(record)
-    names = {"land_slots": "payload to vLLM slots", "pack_slots": "vLLM slots to payload"}
+    names = {"land_slots": "payload to vLLM slots", "pack_slots": "vLLM slots to payload", "recode": "raw payload to vLLM slots"}
     labels = [f"{names.get(row['kind'], row['kind'])} {row['codec'].replace('turboquant_', '')}" for row in best]
-    figure, axis = plt.subplots(figsize=(8, 4.6))
+    figure, axis = plt.subplots(figsize=(8, 6.4))
     places = np.arange(len(best))[::-1]
     colours = ["#2a6f97" if row["kind"].startswith("pack") else "#6a994e" for row in best]
     axis.barh(places, [row["percent"] for row in best], color=colours, height=0.65)
@@ -364,7 +393,7 @@ def best_rows(record: dict) -> list[dict]:
     return list(found.values())
 
 
-SHOWN = ("blocks", "warps", "registers", "steps", "stages", "part", "one_layout")
+SHOWN = ("blocks", "warps", "registers", "steps", "stages", "part", "together")
 
 
 def line(row: dict) -> str:

@@ -21,6 +21,7 @@ from backends.kernels import plan
 from backends.kernels.land import land_pages
 from backends.kernels.pack import pack_pages
 from backends.kernels.plan import Pages, Slots, Span, Tuning
+from backends.kernels.recode import recode_slots
 from backends.kernels.slots import land_slots, pack_slots
 from bridge.counters import Counters
 from bridge.devices import Buffer, DeviceError, SpanShare
@@ -292,7 +293,7 @@ class Accelerator:
         key = (first.group, *(id(move.layer) for move in launch.moves))
         found = self._pages.get(key)
         if found is None:
-            if first.way.way == "slots":
+            if first.way.way in ("slots", "recode"):
                 made: Pages | Slots = plan.slots_of([m.way.tensors[0] for m in launch.moves], first.way.codec, first.way.head_dim)
             else:
                 made = plan.pages_of([(m.way.tensors[0], m.way.tensors[1]) for m in launch.moves])
@@ -355,6 +356,8 @@ class Accelerator:
         first = launch.moves[0]
         way, span, count = first.way, first.share.span, len(launch.moves)
         operation = ("pack" if write is None else "land") + ("_slots" if way.way == "slots" else "")
+        if way.way == "recode":
+            operation = "pack"  # whose arithmetic it is
         place, used = work.keys[span.block_bytes]
         arguments = (
             words[work.table[0] : work.table[0] + work.table[1]].view(torch.int32),
@@ -378,7 +381,10 @@ class Accelerator:
             more["write_end"] = write[1] if write[1] < span.end_token else WHOLE_SEQUENCE
         with self._launching:
             pages = self._described(lane, launch)
-            if isinstance(pages, Slots):
+            if way.way == "recode":
+                element = first.share.codec.key.element
+                recode_slots(pages, *arguments[:3], element, *arguments[3:], result, tuning, **more)  # type: ignore[arg-type]
+            elif isinstance(pages, Slots):
                 if result is None:
                     pack_slots(pages, *arguments, tuning, **more)
                 else:
@@ -387,7 +393,7 @@ class Accelerator:
                 pack_pages(pages, *arguments, tuning, **more)
             else:
                 land_pages(pages, *arguments, result, tuning, **more)
-            kind = (operation, first.group)
+            kind = (operation, first.group, first.share.head_count)
             if kind not in self._launched:
                 # The kernels keep tables on the device, made on the stream of whoever comes first: the next may use another stream.
                 lane.event(lane.compute).synchronize()

@@ -1,6 +1,7 @@
 """Which way a layer's pages go: through a shared kernel, by moving rows of equal coding, or through the reference on the host.
 
-kernels   float pages [page, token, head, dim] and vLLM slots, the codecs of TurboQuant, fp8 and raw: one launch for many layers
+kernels   float pages [page, token, head, dim] and vLLM slots, the codecs of TurboQuant, fp8 and raw: one launch for many layers;
+          slots also from raw elements, which are coded on the way
 rows      pages that hold what the wire carries (latents, states, opaque rows, tiles, any head dimension): torch moves rows, a kernel
           makes or checks the tags
 host      everything else that the reference can convert: right, and slow
@@ -18,7 +19,7 @@ from bridge.devices import SpanShare
 from bridge.pages import LayerDescription, LayerPages, PageSide, SlotPages
 from bridge.wire import Coding, CodingKind, Element, SlotCodec
 
-Way = Literal["pages", "slots", "rows", "host"]
+Way = Literal["pages", "slots", "recode", "rows", "host"]
 _FLOATS = (Element.BF16, Element.FP16, Element.FP32)
 
 
@@ -26,8 +27,9 @@ _FLOATS = (Element.BF16, Element.FP16, Element.FP32)
 class Route:
     """How one layer's pages go.
 
-    tensors: (K, V) for "pages", one tensor of whole slots for "slots", none otherwise. codec, head_dim: as the kernel is told, which may
-    be a view of the same bytes under another name. scales: of the wire's fp8 sides, page_scales: of fp8 pages; None: no multiplication.
+    tensors: (K, V) for "pages", one tensor of whole slots for "slots" and "recode", none otherwise. codec, head_dim: as the kernel is
+    told, which may be a view of the same bytes under another name, and the slots' for "recode", whose payload has raw elements.
+    scales: of the wire's fp8 sides, page_scales: of fp8 pages; None: no multiplication.
     why: in a few words, where it is not a kernel. alike: equal for layers that may share a launch.
     """
 
@@ -47,7 +49,7 @@ class Route:
 
 def route(layer: LayerDescription, share: SpanShare, landing: bool) -> Route:
     """The fastest way that gives the reference's bytes. Whether pages and share go together at all is checked elsewhere."""
-    slots = _slots(layer, share)
+    slots = _slots(layer, share) or (_recoded(layer, share) if landing else None)
     if slots is not None:
         return slots
     floats = _floats(layer, share, landing)
@@ -79,6 +81,29 @@ def _slots(layer: LayerDescription, share: SpanShare) -> Route | None:
         return None
     if not all(_same(side, coding, scale) for side, coding, scale in _sides(layer, share)):
         return None
+    whole = _whole_slots(layer, codec)
+    return None if whole is None else Route("slots", codec, share.head_dim, (whole,))
+
+
+def _recoded(layer: LayerDescription, share: SpanShare) -> Route | None:
+    """Raw elements into vLLM's slots in rows: coded on the way."""
+    wire = share.codec
+    if not isinstance(layer, SlotPages) or share.head_dim not in HEAD_DIMS:
+        return None
+    if wire.key.kind is not CodingKind.RAW or wire.value != wire.key or wire.key.element not in _FLOATS:
+        return None
+    key, value = layer.sides
+    if key.folded or key.coding.kind not in (CodingKind.FP8, CodingKind.CODEBOOK) or value.coding.kind is not CodingKind.AFFINE:
+        return None
+    if key.coding.scaled and (key.scale != 1.0 or key.coding.element is not Element.E4M3FN):
+        return None
+    codec = SlotCodec(key.coding, value.coding)
+    whole = _whole_slots(layer, codec)
+    return None if whole is None else Route("recode", codec, share.head_dim, (whole,))
+
+
+def _whole_slots(layer: SlotPages, codec: SlotCodec) -> torch.Tensor | None:
+    """u8 [page, token, head, bytes] where K codes, K scalars, V codes and V scalars follow one another, on even addresses."""
     key, value = layer.sides
     parts = [part for part in (key.codes, key.scalars, value.codes, value.scalars) if part is not None]
     at, start = key.codes.data_ptr(), key.codes.data_ptr()
@@ -86,12 +111,11 @@ def _slots(layer: LayerDescription, share: SpanShare) -> Route | None:
         if part.data_ptr() != at or part.stride() != key.codes.stride() or part.stride(3) != 1:
             return None
         at += part.shape[3]
-    if at - start != codec.slot_bytes(share.head_dim) or (start | at - start | key.codes.stride(0)) % 2:
+    if at - start != codec.slot_bytes(layer.head_dim) or (start | at - start | key.codes.stride(0)) % 2:
         return None
     if (key.codes.stride(1) | key.codes.stride(2)) % 2:
         return None
-    whole = torch.as_strided(key.codes, (*key.codes.shape[:3], at - start), key.codes.stride(), key.codes.storage_offset())
-    return Route("slots", codec, share.head_dim, (whole,))
+    return torch.as_strided(key.codes, (*key.codes.shape[:3], at - start), key.codes.stride(), key.codes.storage_offset())
 
 
 def _floats(layer: LayerDescription, share: SpanShare, landing: bool) -> Route | str:

@@ -16,7 +16,7 @@ from backends.kernels.elements import E4M3, from_float
 from backends.kernels.fp8 import decode_e4m3, encode_e4m3
 from backends.kernels.places import chunk_range, page_rows, run_place
 from backends.kernels.plan import Pages, Span, Tuning
-from backends.kernels.rotation import butterfly, butterfly_parts, parts_squared, sum_of_squares
+from backends.kernels.rotation import butterfly, butterfly_parts, parts_squared, quotient, reciprocal, root, sum_of_squares
 from backends.kernels.streams import bytes_of_words, codes_of_groups, filled_columns, groups_of_words, word_columns
 from backends.kernels.tags import norm_products, range_tag, report_tags, sum_blocks, sum_rows, tag_products
 from bridge.wire import Element, SlotCodec
@@ -62,12 +62,13 @@ def read_block(
 
 @triton.jit
 def store_rows(
-    x, base, row, write, column, scale, N: tl.constexpr, ELEMENT: tl.constexpr, SCALED: tl.constexpr, INTEGER_CAST: tl.constexpr
-):
+    x, base, row, write, column, scale, N: tl.constexpr, ELEMENT: tl.constexpr, SCALED: tl.constexpr, INTEGER_CAST: tl.constexpr,
+    SOFT_ROOTS: tl.constexpr,
+):  # fmt: skip
     """fp32 [T, N] -> elements of pages at element offsets `row` [T], from column `column` on."""
     if ELEMENT == E4M3:
         if SCALED:
-            x = tl.div_rn(x, scale + tl.zeros_like(x))
+            x = quotient(x, scale, SOFT_ROOTS)
         raw = encode_e4m3(x, False).to(tl.uint8)
     else:
         raw = from_float(x, ELEMENT, INTEGER_CAST)
@@ -110,6 +111,7 @@ def land_kernel(
     KEY: tl.constexpr, KEY_BITS: tl.constexpr, VALUE: tl.constexpr, VALUE_BITS: tl.constexpr, COPY_FP8: tl.constexpr,
     SCALED: tl.constexpr, PAGES_SCALED: tl.constexpr, ROOT: tl.constexpr,
     TB: tl.constexpr, PART: tl.constexpr, MATRIX_UNITS: tl.constexpr, WIDE: tl.constexpr, INTEGER_CAST: tl.constexpr,
+    SOFT_ROOTS: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(0) % heads
     block = tl.program_id(0) // heads * TB
@@ -202,14 +204,14 @@ def land_kernel(
         x = decode_e4m3(bytes_of_words(v, T, VALUE_ROW))
         if SCALED:
             x = x * tl.load(scales + layer * 2 + 1)
-        store_rows(x, value_base, row, write, 0, value_page_scale, D, ELEMENT, PAGES_SCALED, INTEGER_CAST)
+        store_rows(x, value_base, row, write, 0, value_page_scale, D, ELEMENT, PAGES_SCALED, INTEGER_CAST, SOFT_ROOTS)
     else:
         scale = pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         zero = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         codes = codes_of_groups(groups_of_words(v, T, D // 8, VALUE_BITS), T, D // 8, VALUE_BITS)
         # The product of a code and an fp16 number is exact in fp32, so a fused multiply-add rounds as the reference does.
         x = codes.to(tl.float32) * scale[:, None] + zero[:, None]
-        store_rows(x, value_base, row, write, 0, value_page_scale, D, ELEMENT, PAGES_SCALED, INTEGER_CAST)
+        store_rows(x, value_base, row, write, 0, value_page_scale, D, ELEMENT, PAGES_SCALED, INTEGER_CAST, SOFT_ROOTS)
 
     # Keys.
     if KEY == RAW or (KEY == FP8 and COPY_FP8):
@@ -218,7 +220,7 @@ def land_kernel(
         x = decode_e4m3(bytes_of_words(k0, T, KEY_ROW))
         if SCALED:
             x = x * tl.load(scales + layer * 2)
-        store_rows(x, key_base, row, write, 0, key_page_scale, D, ELEMENT, PAGES_SCALED, INTEGER_CAST)
+        store_rows(x, key_base, row, write, 0, key_page_scale, D, ELEMENT, PAGES_SCALED, INTEGER_CAST, SOFT_ROOTS)
     else:
         norm = half.to(tl.float16, bitcast=True).to(tl.float32)
         if MATRIX_UNITS:
@@ -231,18 +233,21 @@ def land_kernel(
             y0, y1, y2, y3 = butterfly_parts(y0, y1, y2, y3, PARTS)
             # The entries' own norm follows from that of the product, since the matrix is orthogonal.
             factor = (norm / tl.sqrt_rn(parts_squared(y0, y1, y2, y3, PARTS) + 1e-20))[:, None]
-            store_rows(y0 * factor, key_base, row, write, 0, key_page_scale, PART, ELEMENT, PAGES_SCALED, INTEGER_CAST)
-            store_rows(y1 * factor, key_base, row, write, PART, key_page_scale, PART, ELEMENT, PAGES_SCALED, INTEGER_CAST)
+            store_rows(y0 * factor, key_base, row, write, 0, key_page_scale, PART, ELEMENT, PAGES_SCALED, INTEGER_CAST, SOFT_ROOTS)
+            store_rows(y1 * factor, key_base, row, write, PART, key_page_scale, PART, ELEMENT, PAGES_SCALED, INTEGER_CAST, SOFT_ROOTS)
             if PARTS == 4:
-                store_rows(y2 * factor, key_base, row, write, 2 * PART, key_page_scale, PART, ELEMENT, PAGES_SCALED, INTEGER_CAST)
-                store_rows(y3 * factor, key_base, row, write, 3 * PART, key_page_scale, PART, ELEMENT, PAGES_SCALED, INTEGER_CAST)
+                store_rows(
+                    y2 * factor, key_base, row, write, 2 * PART, key_page_scale, PART, ELEMENT, PAGES_SCALED, INTEGER_CAST, SOFT_ROOTS
+                )
+                store_rows(
+                    y3 * factor, key_base, row, write, 3 * PART, key_page_scale, PART, ELEMENT, PAGES_SCALED, INTEGER_CAST, SOFT_ROOTS
+                )
         else:
             c = tl.load(centroids + codes_of_groups(groups_of_words(k0, T, D // 8, KEY_BITS), T, D // 8, KEY_BITS))
             total = sum_of_squares(c, T, D) + 1e-16
-            correction = tl.div_rn(tl.full([T], 1.0, tl.float32), tl.sqrt_rn(total))
-            factor = norm * correction * ROOT
+            factor = norm * reciprocal(root(total, SOFT_ROOTS), SOFT_ROOTS) * ROOT
             x = butterfly(c, T, D) * factor[:, None]
-            store_rows(x, key_base, row, write, 0, key_page_scale, D, ELEMENT, PAGES_SCALED, INTEGER_CAST)
+            store_rows(x, key_base, row, write, 0, key_page_scale, D, ELEMENT, PAGES_SCALED, INTEGER_CAST, SOFT_ROOTS)
 
 
 def land_pages(
@@ -296,5 +301,5 @@ def land_pages(
         COPY_FP8=pages.element is Element.E4M3FN and scales is None and page_scales is None,
         SCALED=scales is not None, PAGES_SCALED=page_scales is not None, ROOT=plan.inverse_root(pages.head_dim),
         TB=tuning.blocks, PART=part, MATRIX_UNITS=matrix_units, WIDE=tuning.wide, INTEGER_CAST=tuning.integer_cast,
-        **tuning.options(),
+        SOFT_ROOTS=tuning.soft_roots, **tuning.options(),
     )  # fmt: skip

@@ -24,6 +24,9 @@ from backends.kernels.rotation import (
     join_halves,
     join_quarters,
     parts_squared,
+    quotient,
+    reciprocal,
+    root,
     sum_of_squares,
 )
 from backends.kernels.streams import filled_columns, group_codes, word_columns, words_of_bytes, words_of_groups
@@ -152,7 +155,8 @@ def pack_kernel(
     KEY: tl.constexpr, KEY_BITS: tl.constexpr, VALUE: tl.constexpr, VALUE_BITS: tl.constexpr,
     KEY_SCALED: tl.constexpr, VALUE_SCALED: tl.constexpr, LIMIT: tl.constexpr, ROOT: tl.constexpr,
     TB: tl.constexpr, PART: tl.constexpr, MATRIX_UNITS: tl.constexpr, WIDE: tl.constexpr, FUSED: tl.constexpr,
-    CANONICAL_NAN: tl.constexpr, TIES_UP: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, ONE_LAYER: tl.constexpr,
+    SOFT_ROOTS: tl.constexpr, CANONICAL_NAN: tl.constexpr, TIES_UP: tl.constexpr,
+    STEPS: tl.constexpr, STAGES: tl.constexpr, ONE_LAYER: tl.constexpr,
 ):  # fmt: skip
     # A step is a pair of layer and kv head; the program's pairs follow one another.
     pair0 = tl.program_id(1) * STEPS
@@ -221,7 +225,7 @@ def pack_kernel(
         elif VALUE == FP8:
             x = to_float(v0, ELEMENT)
             if VALUE_SCALED:
-                x = tl.div_rn(x, tl.load(scales + layer * 2 + 1) + tl.zeros_like(x))
+                x = quotient(x, tl.load(scales + layer * 2 + 1), SOFT_ROOTS)
             words = words_of_bytes(encode_e4m3(x, CANONICAL_NAN), T, D)
             columns = tl.arange(0, VALUE_ROW)
         else:
@@ -253,7 +257,7 @@ def pack_kernel(
         elif KEY == FP8:
             x = to_float(k0, ELEMENT)
             if KEY_SCALED:
-                x = tl.div_rn(x, tl.load(scales + layer * 2) + tl.zeros_like(x))
+                x = quotient(x, tl.load(scales + layer * 2), SOFT_ROOTS)
             words = words_of_bytes(encode_e4m3(x, CANONICAL_NAN), T, D)
             columns = tl.arange(0, KEY_ROW)
         else:
@@ -279,8 +283,8 @@ def pack_kernel(
                     groups = join_halves(groups, g1, T, PART // 8)
             else:
                 x = to_float(k0, ELEMENT)
-                norm = tl.sqrt_rn(sum_of_squares(x, T, D))
-                inverse = tl.div_rn(tl.full([T], 1.0, tl.float32), norm + 1e-8)
+                norm = root(sum_of_squares(x, T, D), SOFT_ROOTS)
+                inverse = reciprocal(norm + 1e-8, SOFT_ROOTS)
                 unit = butterfly(x, T, D) * inverse[:, None]
                 groups = group_codes(bucketise(unit * ROOT, midpoints, KEY_BITS), T, D, KEY_BITS)
             # Rows that are not valid were read as zeros, which all other codings keep.
@@ -351,6 +355,6 @@ def pack_pages(
         KEY_SCALED=scales is not None and codec.key.scaled, VALUE_SCALED=scales is not None and codec.value.scaled,
         LIMIT=limit, ROOT=plan.inverse_root(pages.head_dim),
         TB=tuning.blocks, PART=part, MATRIX_UNITS=matrix_units, WIDE=tuning.wide, FUSED=tuning.fused,
-        CANONICAL_NAN=tuning.canonical_nan, TIES_UP=tuning.ties_up,
+        SOFT_ROOTS=tuning.soft_roots, CANONICAL_NAN=tuning.canonical_nan, TIES_UP=tuning.ties_up,
         STEPS=steps, STAGES=tuning.stages, ONE_LAYER=heads % steps == 0, **tuning.options(),
     )  # fmt: skip

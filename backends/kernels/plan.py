@@ -56,7 +56,8 @@ class Slots:
 
     anchor: the first layer's pages as int16. offsets: int64 [layers] on the device, int16 words from the anchor to each layer.
     Strides in int16 words. held: the layers' tensors, kept alive. aligned: tokens, pages and layers lie multiples of 4 bytes apart, so
-    that all slots that a program writes begin alike, on such a multiple or 2 bytes past it.
+    that all slots that a program writes begin alike, on such a multiple or 2 bytes past it. words: every page begins
+    on a multiple of 4 bytes.
     """
 
     anchor: torch.Tensor
@@ -70,6 +71,7 @@ class Slots:
     head_dim: int
     held: tuple[torch.Tensor, ...] = ()
     aligned: bool = False
+    words: bool = False
 
     @property
     def layers(self) -> int:
@@ -112,11 +114,12 @@ class Tuning:
     matrix: rotate bf16 and fp16 keys on the matrix units and bucketise by a polynomial (codes may differ from the reference at ties
     within rounding); otherwise every operation is the reference's. fused: tl.fma rounds once, so quotients may be corrected with it
     instead of divided by IEEE rules. ties_up: see pack.affine_groups. canonical_nan: see fp8.encode_e4m3.
-    wide: matrix products of fp32 operands, for the interpreter.
+    wide: matrix products of fp32 operands, for the interpreter. soft_roots: see rotation.root and quotient; needs `fused`.
     integer_cast: round to bf16 by integer arithmetic. registers: at most so many a thread, 0: the compiler's
     choice (CUDA only). steps: kv heads that a program of pack takes one after another, fewer where the launch would have under `fill`
     programs; stages: how many of them are read ahead, and the one at work. part: order of pack's +-1 matrix, 0: see pack_part.
-    one_layout: words bound for slots are read by the threads that write them.
+    together: warps for each kv head where payload -> slots can take all kv heads of a block in one program, see page_order; 0: it takes
+    one head a program.
     lanes: threads of a warp, 0: the compiler's choice; large_registers: twice the registers for half the threads (both Intel only).
     """
 
@@ -128,12 +131,13 @@ class Tuning:
     ties_up: bool = False
     canonical_nan: bool = True
     wide: bool = False
+    soft_roots: bool = False
     integer_cast: bool = False
     registers: int = 0
     steps: int = 1
     part: int = 0
     fill: int = 1024
-    one_layout: bool = False
+    together: int = 0
     lanes: int = 0
     large_registers: bool = False
 
@@ -232,6 +236,7 @@ def slots_of(layers: Sequence[torch.Tensor], codec: SlotCodec, head_dim: int) ->
         head_dim=head_dim,
         held=tuple(layers),
         aligned=aligned and (even_slots or wanted % 4 == 2),
+        words=not any(step % 4 for step in (page_stride, *(layer.data_ptr() for layer in layers))),
     )
 
 

@@ -29,6 +29,73 @@ def sum_of_squares(x, T: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def neighbours(x):
+    """The next fp32 numbers above and below positive x."""
+    bits = x.to(tl.int32, bitcast=True)
+    return (bits + 1).to(tl.float32, bitcast=True), (bits - 1).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def corrected_root(x, r):
+    """The square roots, correctly rounded, of fp32 x from 2**-60 on; r: roots that may be some units off.
+
+    One correction, then the exact rest says whether the root lies past the middle to a neighbour. Needs fma with a single rounding.
+    """
+    r = tl.fma(tl.fma(-r, r, x), 0.5 / r, r)
+    above, below = neighbours(r)
+    rest = tl.fma(-r, r, x)
+    return tl.where(rest > r * (above - r), above, tl.where(rest <= r * (below - r), below, r))
+
+
+@triton.jit
+def corrected_reciprocal(x, q):
+    """1 / x, correctly rounded, of fp32 x from 1e-20 to 1e20; q: quotients that may be some units off. As corrected_root."""
+    q = tl.fma(tl.fma(-q, x, 1.0), q, q)
+    above, below = neighbours(q)
+    rest = tl.fma(-q, x, 1.0)
+    return tl.where(rest > x * ((above - q) * 0.5), above, tl.where(rest < x * ((below - q) * 0.5), below, q))
+
+
+@triton.jit
+def root(x, SOFT: tl.constexpr):
+    """fp32 [T], not negative -> the square roots, correctly rounded.
+
+    SOFT: from the device's own, corrected: Intel's sqrt_rn goes through fp64, which Arc cards do not have.
+    """
+    if SOFT:
+        small = x < 2.0**-60
+        y = tl.where(small, x * 2.0**64, x)
+        r = tl.where(y == 0, 0.0, corrected_root(y, tl.sqrt(y)))
+        return tl.where(small, r * 2.0**-32, r)
+    else:
+        return tl.sqrt_rn(x)
+
+
+@triton.jit
+def reciprocal(x, SOFT: tl.constexpr):
+    """fp32 [T], from 1e-20 to 1e20 -> 1 / x, correctly rounded. SOFT: as for root."""
+    if SOFT:
+        return corrected_reciprocal(x, 1.0 / x)
+    else:
+        return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
+
+
+@triton.jit
+def quotient(x, scale, SOFT: tl.constexpr):
+    """fp32 [T, D] / one fp32 scale, correctly rounded.
+
+    SOFT: from a product with the scale's correctly rounded reciprocal by one correction, exact by Markstein's theorem; Intel's div_rn
+    takes some hundred instructions for an element. What is past all codings (2**100), and a zero, stay as the product has them.
+    """
+    if SOFT:
+        inverse = reciprocal(scale, SOFT)
+        q = x * inverse
+        return tl.where((tl.abs(q) < 2.0**100) & (q != 0.0), tl.fma(tl.fma(-q, scale, x), inverse, q), q)
+    else:
+        return tl.div_rn(x, scale + tl.zeros_like(x))
+
+
+@triton.jit
 def bucketise(unit, midpoints, BITS: tl.constexpr):
     """fp32 [T, D] -> int32 [T, D]: how many of the 2**BITS - 1 midpoints (fp32 in memory) each element reaches."""
     code = tl.zeros(unit.shape, tl.int32)

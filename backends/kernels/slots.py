@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from backends.kernels import plan
+from backends.kernels.page_order import in_page_order, land_in_page_order
 from backends.kernels.places import chunk_range, page_rows, run_place
 from backends.kernels.plan import Slots, Span, Tuning
 from backends.kernels.tags import norm_products, range_tag, report_tags, store_tags, sum_blocks, sum_rows, tag_products
@@ -117,13 +118,13 @@ def read_codes(slots, valid, row, T: tl.constexpr, W: tl.constexpr, ROW: tl.cons
     return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
 
 
-@triton.jit(do_not_specialize=["free"])
+@triton.jit
 def slots_kernel(
     anchor, offsets, block_table, runs, payload, keys, masks, result,
-    page_stride, token_stride, head_stride, origin, first_token, end_token, chunk_tokens, first_chunk, heads, write_first, write_end, free,
+    page_stride, token_stride, head_stride, origin, first_token, end_token, chunk_tokens, first_chunk, heads, write_first, write_end,
     BLOCK_SIZE: tl.constexpr, KEY_ROW: tl.constexpr, VALUE_ROW: tl.constexpr, KEY_WIDE: tl.constexpr, VALUE_WIDE: tl.constexpr,
     KEY_SCALARS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, TB: tl.constexpr, TO_SLOTS: tl.constexpr,
-    WORDS: tl.constexpr, ONE_LAYOUT: tl.constexpr,
+    WORDS: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(0) % heads
     block = tl.program_id(0) // heads * TB
@@ -162,15 +163,9 @@ def slots_kernel(
     tag_word = run + nb.to(tl.int64) * BLOCK_WORDS
 
     # Everything that is read is asked for before anything is used.
-    free_data = data
-    free_keys = keys
-    if ONE_LAYOUT:
-        # `free` is 0, but not to the compiler, which would else give a thread four neighbouring words: good to read, but not to write.
-        free_data += free
-        free_keys += free
     if TO_SLOTS:
-        k = read_plane(free_data, exists, row_word, key_index, KEY_WIDE, KEY_ROW)
-        v = read_plane(free_data, exists, row_word, value_index, VALUE_WIDE, VALUE_ROW)
+        k = read_plane(data, exists, row_word, key_index, KEY_WIDE, KEY_ROW)
+        v = read_plane(data, exists, row_word, value_index, VALUE_WIDE, VALUE_ROW)
         pair = tl.load(data + (row_word + VALUE_SCALAR_PLANE + r), mask=exists, other=0)
     else:
         value_row = row + 2 * KEY_ROW + KEY_SCALARS
@@ -190,8 +185,8 @@ def slots_kernel(
     stored = tag
     if TO_SLOTS:
         stored = tl.load(payload.to(tl.pointer_type(tl.int64)) + (tag_word // 2 + bt), mask=exists_block, other=0)
-    key_keys = read_plane(free_keys + 2, exists | True, r * 0, key_index, KEY_WIDE, KEY_ROW)
-    value_keys = read_plane(free_keys + 2, exists | True, r * 0, value_index, VALUE_WIDE, VALUE_ROW)
+    key_keys = read_plane(keys + 2, exists | True, r * 0, key_index, KEY_WIDE, KEY_ROW)
+    value_keys = read_plane(keys + 2, exists | True, r * 0, value_index, VALUE_WIDE, VALUE_ROW)
     rows = tag_products(pair, tl.load(keys + 2 + VALUE_SCALAR_PLANE + r))
     if KEY_SCALARS == 1:
         rows += norm_products(half, r, tl.load(keys + 2 + KEY_SCALAR_PLANE + r // 2))
@@ -204,12 +199,9 @@ def slots_kernel(
             tl.store(wire16, half, mask=exists)
     elif WORDS:
         odd = (slot_half & 1) == 1
-        write_k = k
-        write_v = v
-        if not ONE_LAYOUT:
-            write_k = read_row(data, exists, row_word, r, KEY_WIDE, KEY_ROW, 0)
-            write_v = read_row(data + VALUE_PLANE, exists, row_word, r, VALUE_WIDE, VALUE_ROW, 0)
-        write_slots(free_data, slots, exists, valid, row_word, row, r, odd, write_k, write_v, pair, half,
+        write_k = read_row(data, exists, row_word, r, KEY_WIDE, KEY_ROW, 0)
+        write_v = read_row(data + VALUE_PLANE, exists, row_word, r, VALUE_WIDE, VALUE_ROW, 0)
+        write_slots(data, slots, exists, valid, row_word, row, r, odd, write_k, write_v, pair, half,
                     KEY_ROW, VALUE_ROW, KEY_WIDE, VALUE_WIDE, KEY_SCALARS)  # fmt: skip
     else:
         data16 = data.to(tl.pointer_type(tl.int16))
@@ -225,6 +217,17 @@ def slots_kernel(
         report_tags(payload, tag_word, stored, exists_block, nb, tag, ordinals, result, block, TB)
     else:
         store_tags(payload, tag_word, exists_block, nb, tag, block, TB)
+
+
+def _check(
+    slots: Slots, block_table: torch.Tensor, span: Span, codec: SlotCodec, heads: int, runs: torch.Tensor, payload: torch.Tensor
+) -> None:
+    """heads: that the pages have to have. Raises PagesDoNotFit."""
+    plan.check_launch(slots, span, block_table, heads, runs, payload)
+    if codec.key.kind not in (CodingKind.FP8, CodingKind.CODEBOOK) or codec.value.kind is not CodingKind.AFFINE:
+        raise PagesDoNotFit("vLLM slots hold the TurboQuant presets, this payload's codec is another")
+    if codec.slot_bytes(slots.head_dim) != 2 * slots.anchor.shape[-1]:
+        raise PagesDoNotFit(f"slots of {2 * slots.anchor.shape[-1]} bytes, the codec's have {codec.slot_bytes(slots.head_dim)}")
 
 
 def _launch(
@@ -243,11 +246,6 @@ def _launch(
     first_head: int,
     to_slots: bool,
 ) -> None:
-    plan.check_launch(slots, span, block_table, first_head + heads, runs, payload)
-    if codec.key.kind not in (CodingKind.FP8, CodingKind.CODEBOOK) or codec.value.kind is not CodingKind.AFFINE:
-        raise PagesDoNotFit("vLLM slots hold the TurboQuant presets, this payload's codec is another")
-    if codec.slot_bytes(slots.head_dim) != 2 * slots.anchor.shape[-1]:
-        raise PagesDoNotFit(f"slots of {2 * slots.anchor.shape[-1]} bytes, the codec's have {codec.slot_bytes(slots.head_dim)}")
     key_row, value_row = codec.key.code_bytes(slots.head_dim) // 4, codec.value.code_bytes(slots.head_dim) // 4
     columns = codec.slot_bytes(slots.head_dim) // 2
     main = triton.next_power_of_2(columns // 2 + 1)
@@ -255,12 +253,11 @@ def _launch(
     slots_kernel[(heads * tiles, slots.layers, span.chunks)](
         slots.anchor, slots.offsets, block_table, runs, payload, keys, masks, result,
         slots.page_stride, slots.token_stride, slots.head_stride, first_head * slots.head_stride,
-        span.first, span.end, span.chunk_tokens, span.first_chunk, heads, *write, 0,
+        span.first, span.end, span.chunk_tokens, span.first_chunk, heads, *write,
         BLOCK_SIZE=slots.block_size, KEY_ROW=key_row, VALUE_ROW=value_row,
         KEY_WIDE=triton.next_power_of_2(key_row), VALUE_WIDE=triton.next_power_of_2(value_row),
         KEY_SCALARS=codec.key.scalar_bytes() // 2, MAIN=main, REST=triton.next_power_of_2(max(columns - main, 1)),
-        WORDS=slots.aligned, ONE_LAYOUT=slots.aligned and to_slots and tuning.one_layout,
-        TB=tuning.blocks, TO_SLOTS=to_slots, **tuning.options(),
+        WORDS=slots.aligned, TB=tuning.blocks, TO_SLOTS=to_slots, **tuning.options(),
     )  # fmt: skip
 
 
@@ -279,6 +276,7 @@ def pack_slots(
     first_head: int = 0,
 ) -> None:
     """pack.pack_pages for pages that hold slots of the payload's own preset: the same bytes. Raises PagesDoNotFit."""
+    _check(slots, block_table, span, codec, first_head + heads, runs, payload)
     _launch(slots, block_table, span, codec, heads, runs, payload, keys, masks, masks, tuning, (span.first, span.end), first_head, False)
 
 
@@ -300,5 +298,9 @@ def land_slots(
     first_head: int = 0,
 ) -> None:
     """land.land_pages for pages that hold slots of the payload's own preset: the same bytes. Raises PagesDoNotFit."""
+    _check(slots, block_table, span, codec, first_head + heads, runs, payload)
     write = (write_first, span.end if write_end is None else write_end)
+    if tuning.together and in_page_order(slots, span, codec, heads):
+        land_in_page_order(slots, block_table, span, codec, runs, payload, keys, masks, result, tuning, write)
+        return
     _launch(slots, block_table, span, codec, heads, runs, payload, keys, masks, result, tuning, write, first_head, True)

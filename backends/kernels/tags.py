@@ -61,3 +61,19 @@ def report_tags(payload, tag_word, stored, exists, nb, tag, ordinal, result, blo
     if (nb % 2 == 1) & (block + TB >= nb):  # noqa: SIM102 (the load must not happen otherwise)
         if tl.load(payload.to(tl.pointer_type(tl.int64)) + tag_word // 2 + nb) != 0:
             tl.atomic_add(result + 2, tl.full([], 1, tl.int64))
+
+
+@triton.jit
+def report_heads(tags, difference, nb, ordinal, result, block, run_step, HEADS: tl.constexpr, WIDE: tl.constexpr):
+    """report_tags for one block of each of HEADS kv heads.
+
+    tags: where the first head's stored tag lies. difference: int64 [WIDE], the tag of each head's block less the stored one. ordinal: of
+    the first head's block. run_step: int64 words from one head's run to the next one's.
+    """
+    h = tl.arange(0, WIDE)
+    wrong = (difference != 0) & (h < HEADS)
+    tl.atomic_add(result + 0 * h, tl.full([WIDE], 1, tl.int64), mask=wrong, sem="relaxed")
+    tl.atomic_min(result + (1 + 0 * h), ordinal + h * nb, mask=wrong, sem="relaxed")
+    if (nb % 2 == 1) & (block + 1 == nb):
+        padding = tl.load(tags + (1 + h.to(tl.int64) * run_step), mask=h < HEADS, other=0)
+        tl.atomic_add(result + (2 + 0 * h), tl.full([WIDE], 1, tl.int64), mask=padding != 0, sem="relaxed")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from backends.accelerator.device import Accelerator
 from backends.kernels.plan import Tuning
 from bridge.wire import SlotCodec
 
-EXACT = Tuning(blocks=2, matrix=False, fused=False, canonical_nan=False, integer_cast=True)
+EXACT = Tuning(blocks=2, together=1, matrix=False, fused=False, canonical_nan=False, integer_cast=True)
 """The reference's own arithmetic."""
 
 
@@ -17,11 +19,14 @@ def exact_tuning(operation: str, codec: SlotCodec) -> Tuning:
 
 
 class InterpretedDevice(Accelerator):
-    """Exact by its settings. Its scratch is small, so that a payload of the tests passes through it in several pieces."""
+    """Exact by its settings. Its scratch is small, so that a payload of the tests passes through it in several pieces.
+
+    tuning: such as one of more blocks to a program, which the interpreter takes faster where there is much to do.
+    """
 
     name = "interpreted"
     exact = True
     slow = True
 
-    def __init__(self, piece_bytes: int = 1 << 14) -> None:
-        super().__init__(torch.device("cpu"), exact_tuning, piece_bytes=piece_bytes, lanes=2)
+    def __init__(self, piece_bytes: int = 1 << 14, tuning: Callable[[str, SlotCodec], Tuning] = exact_tuning) -> None:
+        super().__init__(torch.device("cpu"), tuning, piece_bytes=piece_bytes, lanes=2)
