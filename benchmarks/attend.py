@@ -1,7 +1,10 @@
 """Times decode attention over TurboQuant pages: microseconds of one layer, by graph replay, beside torch's SDPA on the expanded bf16 cache.
 
+Both implementations: CUDA C++ (backends/cuda/attend) and the shared Triton kernel (backends/kernels/attend).
+
 python benchmarks/attend.py                 the issue's table
-python benchmarks/attend.py --all           and other groups, head dims, presets
+python benchmarks/attend.py --shapes        all presets, groups, head dims and layouts at 32 x 8,704
+python benchmarks/attend.py --tunings       the shared Triton kernel with other launch parameters
 python benchmarks/attend.py --sweep [WHICH] warps and stages; who reports a stage of slots as read (arrive)
 python benchmarks/attend.py --once planes   one launch of the largest case, for a profiler
 """
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import statistics
 import sys
 from pathlib import Path
@@ -19,22 +23,25 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from backends.cuda.attend import (
-    PRESETS,
-    Pages,
-    Workspace,
-    attend,
-    configure,
-    launch,
-    reference,
-    slot_bytes,
-)
+from backends.accelerator import attend as shared
+from backends.cuda.attend import Workspace, attend, configure, launch
+from backends.cuda.tuning import attend_tuning
+from backends.kernels.attend import reference
+from backends.kernels.attend.arguments import AttendTuning
+from backends.kernels.attend.pages import PRESETS, Pages, slot_bytes
 
 SWEEP = {  # warps, stages, unroll, hint, arrive_all
     "planes": ((16, 3, 1, 1, 0), (16, 2, 1, 0, 0), (12, 3, 1, 0, 0)),
     "slots": ((16, 4, 1, 1, 0), (12, 4, 1, 0, 0)),
     "arrive": ((16, 4, 1, 0, 0), (16, 4, 1, 0, 1)) * 2,  # slots; twice, to see the spread
 }
+TUNINGS = tuple(
+    AttendTuning(tokens=tokens, warps=warps, stages=stages, registers=registers, programs=programs)
+    for tokens, warps, stages, registers, programs in (
+        (64, 1, 2, 0, 8), (64, 1, 3, 0, 8), (64, 1, 1, 0, 8), (64, 1, 2, 0, 16), (64, 1, 2, 168, 12), (32, 1, 2, 168, 12),
+        (32, 1, 3, 168, 12), (32, 1, 1, 168, 12), (32, 1, 2, 128, 16), (32, 1, 2, 0, 8), (16, 1, 3, 168, 12), (64, 2, 2, 0, 6),
+    )
+)  # fmt: skip
 COPY = 4.27e12  # bytes a second, read plus write, of a device-to-device copy on this chip
 
 
@@ -89,8 +96,11 @@ def time_graph(calls, repeats: int = 15) -> float:
     return statistics.median(times)
 
 
-def case(preset, layout, dim, heads, group, batch, tokens, folded=False, config=None, check=True, min_tiles=None, ragged=False):
-    """(microseconds, of which the first launch, relative error on sequence 0)."""
+def case(
+    preset, layout, dim, heads, group, batch, tokens, folded=False, config=None, check=True, min_tiles=None, ragged=False, tuning=None
+):
+    """(microseconds, of which the first launch, relative error on sequence 0). tuning: of the shared kernel; else the CUDA one runs, whose
+    first launch alone is timed too."""
     size = batch * heads * tokens * slot_bytes(preset, dim)
     sets = max(1, min(16, -(-300_000_000 // size)))
     lengths = torch.full((batch,), tokens, dtype=torch.int32, device="cuda")
@@ -100,22 +110,29 @@ def case(preset, layout, dim, heads, group, batch, tokens, folded=False, config=
     q = torch.randn(batch, heads * group, dim, device="cuda").half()
     out, lse = torch.empty_like(q), torch.empty(batch, heads * group, device="cuda")
     caches = [cache(preset, layout, dim, heads, batch, tokens, folded=folded) for _ in range(sets)]
-    space = Workspace.of(config or configure(preset, layout, dim, heads, group, folded=folded), heads, batch, q.device)
+    if tuning:
+        space = shared.Workspace.of(heads, group, dim, batch, q.device, tuning)
+        run = functools.partial(shared.attend, tuning=tuning)
+    else:
+        space = Workspace.of(config or configure(preset, layout, dim, heads, group, folded=folded), heads, batch, q.device)
+        run = functools.partial(attend, config=config)
     old, launch.MIN_TILES = launch.MIN_TILES, min_tiles or launch.MIN_TILES
 
-    def call(pages, table, parts):
-        return lambda: attend(q, pages, table, lengths, out=out, lse=lse, workspace=space, config=config, parts=parts)
+    def call(pages, table, **parts):
+        return functools.partial(run, q, pages, table, lengths, out=out, lse=lse, workspace=space, **parts)
 
+    again = 1 if sets > 3 else 3
     try:
-        times = [time_graph([call(p, t, parts) for p, t in caches] * (1 if sets > 3 else 3)) for parts in (3, 1)]
+        us = time_graph([call(*c) for c in caches] * again)
+        first = float("nan") if tuning else time_graph([call(*c, parts=1) for c in caches] * again)
         err = float("nan")
         if check:
-            call(*caches[0], 3)()
+            call(*caches[0])()
             want, _ = reference.attend(q[:1], caches[0][0], caches[0][1][:1], lengths[:1])
             err = ((out[:1].double() - want).norm() / want.norm()).item()
     finally:
         launch.MIN_TILES = old
-    return times[0], times[1], err
+    return us, first, err
 
 
 def sdpa(dim, heads, group, batch, tokens) -> float:
@@ -133,9 +150,27 @@ def sdpa(dim, heads, group, batch, tokens) -> float:
     return min(best)
 
 
+def shapes(which: str, with_sdpa: bool) -> None:
+    """Planes and slots of each implementation, all presets, groups and head dims, 32 x 8,704, 4 kv heads; and SDPA."""
+    for dim in (64, 128, 256):
+        for group in (1, 4, 8, 16):
+            theirs = sdpa(dim, 4, group, 32, 8704) if with_sdpa else float("nan")
+            for preset in PRESETS:
+                line = f"{preset[11:]:8} D{dim:<3} g{group:<2}"
+                for name in ("cuda", "triton"):
+                    if which in (name, "both"):
+                        line += f"  {name}"
+                        for layout in ("planes", "slots"):
+                            tuning = attend_tuning(preset, layout, dim, group) if name == "triton" else None
+                            us, _, err = case(preset, layout, dim, 4, group, 32, 8704, tuning=tuning)
+                            line += f" {us:6.1f} ({err:.1e})"
+                print(f"{line}  sdpa {theirs:6.1f}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--shapes", nargs="?", const="both", choices=("cuda", "triton", "both"))
+    parser.add_argument("--tunings", nargs="?", const="all", help="all, or the number of one, which is only built")
     parser.add_argument("--sweep", nargs="?", const="all", choices=("all", *SWEEP))
     parser.add_argument("--once", choices=("planes", "slots", "folded"))
     parser.add_argument("--no-sdpa", action="store_true")
@@ -158,7 +193,7 @@ def main() -> None:
         preset, layout, dim, heads, group, batch, tokens = what
         us, first, err = case(*what, **kw)
         floor = (0.75 if kw.get("ragged") else 1) * batch * heads * tokens * slot_bytes(preset, dim) / COPY * 1e6
-        note = f"{layout}{' folded' if kw.get('folded') else ''}"
+        note = f"{layout}{' folded' if kw.get('folded') else ''}{' triton' if kw.get('tuning') else ''}"
         config = kw.get("config")
         if config:
             note += f" {config.warps}x{config.stages} u{config.unroll}{' hint' if config.hint else ''}{' all' if config.arrive_all else ''}"
@@ -166,7 +201,7 @@ def main() -> None:
             note += " ragged"
         if kw.get("min_tiles"):
             note += f" min {kw['min_tiles']}"
-        line = f"{preset[11:]:8} D{dim:<3} g{group:<2} h{heads} {batch:>3} x {tokens:<6} {note:18} {us:8.1f} us"
+        line = f"{preset[11:]:8} D{dim:<3} g{group:<2} h{heads} {batch:>3} x {tokens:<6} {note:22} {us:8.1f} us"
         line += f" (first {first:7.1f})  floor {floor:6.1f}  err {err:.1e}"
         print(line, flush=True)
         rows.append(line)
@@ -186,25 +221,32 @@ def main() -> None:
         for tokens in (16, 512):
             row(name, "planes", 128, 4, 8, 1, tokens)
         return
+    if args.tunings:
+        chosen = TUNINGS if args.tunings == "all" else (TUNINGS[int(args.tunings)],)
+        for layout in ("planes", "slots"):
+            for tuning in chosen:
+                for batch in (128, 32, 4) if args.tunings == "all" else (4,):
+                    try:
+                        us, _, err = case(name, layout, 128, 4, 8, batch, 8704, check=batch == 4, tuning=tuning)
+                    except Exception as error:  # what the compiler or the card refuses is a result too
+                        print(layout, tuning, type(error).__name__, str(error)[-200:])
+                        break
+                    what = f"tokens {tuning.tokens} warps {tuning.warps} stages {tuning.stages} registers {tuning.registers}"
+                    print(f"{layout} {what} programs {tuning.programs}: {batch} x 8704 {us:8.1f} us err {err:.1e}", flush=True)
+        return
+    if args.shapes:
+        shapes(args.shapes, not args.no_sdpa)
+        return
     for batch, tokens in ((128, 8704), (32, 8704), (4, 8704), (1, 131072)):
         for layout, folded in (("planes", False), ("planes", True), ("slots", False)):
             row(name, layout, 128, 4, 8, batch, tokens, folded=folded)
+            row(name, layout, 128, 4, 8, batch, tokens, folded=folded, tuning=attend_tuning(name, layout, 128, 8))
         if not args.no_sdpa:
             print(f"    torch SDPA bf16 {sdpa(128, 4, 8, batch, tokens):8.1f} us", flush=True)
-    row(name, "planes", 128, 4, 8, 128, 8704, ragged=True)
-    row(name, "planes", 128, 4, 8, 512, 1024)
-    row(name, "planes", 128, 8, 4, 64, 8704)
-    row(name, "slots", 128, 8, 4, 64, 8704)
-    if args.all:
-        for dim in (64, 128, 256):
-            for group in (1, 4, 8, 16):
-                for preset in PRESETS:
-                    if (preset == name and dim == 128 and group == 8) or (preset != name and group not in (8,)):
-                        continue
-                    for layout in ("planes", "slots"):
-                        row(preset, layout, dim, 4, group, 32, 8704)
-                if not args.no_sdpa:
-                    print(f"    torch SDPA bf16 D{dim} g{group} 32 x 8704 {sdpa(dim, 4, group, 32, 8704):8.1f} us", flush=True)
+    for tuning in (None, attend_tuning(name, "planes", 128, 8)):
+        row(name, "planes", 128, 4, 8, 128, 8704, ragged=True, tuning=tuning)
+        row(name, "planes", 128, 4, 8, 512, 1024, tuning=tuning)
+        row(name, "planes", 128, 8, 4, 64, 8704, tuning=tuning)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 Staged in device memory, NIXL reads from card to card; staged in pinned host memory, the payload goes down, across and up in pieces, as it
 does where the cards are of different vendors. A hand-off is timed from before `Prefiller.offer` to the return of `Decoder.fetch` in the
-other process (one host, one clock): pages computed, then offered, packed, claimed, read, verified and landed; the commit is told afterwards.
+other process (one host, one clock): pages computed, then offered, packed, claimed, read, verified and landed. The commit is told later.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ python benchmarks/vllm_attention.py speed {fp8,auto,turboquant_4bit_nc}         
 python benchmarks/vllm_attention.py tokens OUT.json [--splits N] [--dtype PRESET] [--window W]   a small, sensitive model
 python benchmarks/vllm_attention.py compare A.json B.json ...                              how those differ from the first
 python benchmarks/vllm_attention.py store                                                  no vLLM needed
-python benchmarks/vllm_attention.py ties                                                   why contexts of a token differ; a CPU will do
+python benchmarks/vllm_attention.py ties                                                   what an error does, by the context; a CPU will do
 
 `speed` is Qwen3-30B-A3B's shape, prompts of 8,192 tokens, decode in CUDA graphs, no inductor. Figures: the last 96 steps of a run of 129
 output tokens, when the whole batch decodes; and the difference between runs of 129 and 33, over 96, which has the prompts' noise in it.
@@ -43,6 +43,9 @@ SMALL = dict(  # twelve layers: the first and last two keep a bf16 cache
     head_dim=128, max_position_embeddings=4096, rope_theta=10000.0, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2,
     pad_token_id=0, initializer_range=0.1,
 )  # fmt: skip
+
+
+CONTEXTS = ["1:1", "2:1", "8:1", "40:1", "40:33", "40:39", "140:40"]
 
 
 def name_of(dtype: str) -> str:
@@ -164,58 +167,73 @@ def compare(paths: list[Path]) -> None:
             gaps.sort()
             print(
                 f"RESULT {other['name']}, contexts of {name}: {len(gaps)} equal tokens, {len(margins)} prompts part;"
-                f" |difference of log-probabilities| median {statistics.median(gaps):.4f}, 99 % {gaps[len(gaps) * 99 // 100]:.3f},"
+                f" |difference of log-probabilities| mean {statistics.mean(gaps):.4f}, median {statistics.median(gaps):.4f}, 99 %"
+                f" {gaps[len(gaps) * 99 // 100]:.3f},"
                 f" most {gaps[-1]:.3f}; margins where tokens part: median {statistics.median(margins or [0]):.3f}, most"
                 f" {max(margins, default=0):.3f}",
                 flush=True,
             )
 
 
-def ties() -> None:
-    """What perturbing attention far below any rounding does to the small model's log-probabilities, for a context of one token.
+def ties(prompts: int, contexts: list[str]) -> None:
+    """What an error of attention does to the small model's log-probabilities, by the length of the context. Runs on a CPU.
 
-    There attention gives a value as it is decoded, code * scale + zero: a sum on so coarse a grid that one in twenty lies exactly between
-    two bf16 numbers.
+    Values are decoded ones (code * scale + zero) in the layers that have a TurboQuant cache. From some position on attention is multiplied
+    with 1 + size * noise before it is rounded to bf16: 1e-7 is another order of the sums, 2.4e-4 the error of either kernel of `attend`.
+    An engine perturbs all positions behind the prompt: those of the prompt are computed without the cache.
     """
     import torch
     from transformers import Qwen3ForCausalLM
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    generator, noise, first, flipped = torch.Generator().manual_seed(1), [0.0], [0], []
+
+    def attention(module, q, k, v, mask, scaling, **_):
+        n = k.shape[2]
+        q, k, v = q.float(), k.float(), v.float()
+        inside = 2 <= module.layer_idx < 10
+        if inside:
+            zero = v.amin(-1, keepdim=True)
+            scale = ((v.amax(-1, keepdim=True) - zero) / 15).clamp_min(1e-8)
+            v = ((v - zero) / scale + 0.5).floor() * scale.half().float() + zero.half().float()
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        scores = (q @ k.mT) * scaling + torch.full((n, n), -torch.inf).triu(1)
+        exact = scores.softmax(-1) @ v
+        made = exact.clone()
+        if inside:
+            behind = exact[:, :, first[0] :]
+            made[:, :, first[0] :] = behind * (1 + noise[0] * torch.randn(behind.shape, generator=generator))
+            flipped.append((made[:, :, -1].bfloat16() != exact[:, :, -1].bfloat16()).float().mean().item())
+        return made.bfloat16().transpose(1, 2).contiguous(), None
+
+    ALL_ATTENTION_FUNCTIONS.register("decoded", attention)
     with tempfile.TemporaryDirectory() as folder:
         make_small(folder, 0)
-        model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    generator, noise, flipped = torch.Generator().manual_seed(1), [0.0], []
-
-    def coded(module, inputs, out):
-        v = out.float().unflatten(-1, (2, 128))
-        zero = v.amin(-1, keepdim=True)
-        scale = ((v.amax(-1, keepdim=True) - zero) / 15).clamp_min(1e-8)
-        exact = ((v - zero) / scale + 0.5).floor() * scale.half().float() + zero.half().float()
-        made = (exact * (1 + noise[0] * torch.randn(exact.shape, generator=generator))).bfloat16()
-        flipped.append((made != exact.bfloat16()).float().mean().item())
-        return made.flatten(-2)
-
-    for layer in model.model.layers[2:-2]:
-        layer.self_attn.v_proj.register_forward_hook(coded)
-    prompts = torch.randint(3, 512, (200, 1), generator=generator)
-    with torch.no_grad():
-        base = model(prompts).logits[:, -1].float().log_softmax(-1).max(-1)
-        for size in (1e-7, 1e-5, 2.3e-4, 1e-3):
-            noise[0] = size
-            flipped.clear()
-            got = model(prompts).logits[:, -1].float().log_softmax(-1)
-            gap = (got.gather(1, base.indices[:, None])[:, 0] - base.values).abs()
-            same = (got.argmax(-1) == base.indices).float().mean().item()
-            print(
-                f"RESULT noise {size:.1e}: {statistics.mean(flipped) * 100:.1f} % of the roundings to bf16 change; |difference of"
-                f" log-probabilities| median {gap.median().item():.3f}, most {gap.max().item():.3f}; {same * 100:.0f} % of the tokens equal"
-            )
+        model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="decoded").eval()
+    for n, perturbed in (map(int, context.split(":")) for context in contexts):
+        asked = torch.randint(3, 512, (max(8, min(prompts, 4000 // n)), n), generator=generator)
+        with torch.no_grad():
+            noise[0], first[0] = 0.0, n - perturbed
+            base = model(asked, logits_to_keep=1).logits[:, -1].float().log_softmax(-1).max(-1)
+            for size in (1e-7, 2.4e-4):
+                noise[0] = size
+                flipped.clear()
+                got = model(asked, logits_to_keep=1).logits[:, -1].float().log_softmax(-1)
+                gap = (got.gather(1, base.indices[:, None])[:, 0] - base.values).abs()
+                changed = statistics.mean(flipped) * 100
+                print(
+                    f"RESULT context of {n}, its last {perturbed} positions perturbed by {size:.1e}: {changed:.2f} % of the last one's"
+                    f" roundings to bf16 change; |difference of log-probabilities| median {gap.median().item():.4f}, most"
+                    f" {gap.max().item():.3f}",
+                    flush=True,
+                )
 
 
 def store_times() -> None:
     import torch
 
-    from backends.cuda.attend import slot_bytes
     from backends.cuda.vllm_attention.store import store
+    from backends.kernels.attend.pages import slot_bytes
     from benchmarks.attend import time_graph
 
     for preset in ("turboquant_4bit_nc", "turboquant_k8v4", "turboquant_3bit_nc"):
@@ -247,7 +265,11 @@ def main() -> None:
     two.add_argument("--keep", nargs="*", default=[], choices=("prefill", "store"))
     commands.add_parser("compare").add_argument("paths", type=Path, nargs="+")
     commands.add_parser("store")
-    commands.add_parser("ties")
+    three = commands.add_parser("ties")
+    three.add_argument("--prompts", type=int, default=64)
+    three.add_argument(
+        "--contexts", nargs="+", default=["1:1", "2:1", "8:1", "40:1", "40:33", "40:39", "140:40", "540:40"], help="tokens:perturbed"
+    )
     args = parser.parse_args()
     if args.command == "speed":
         speed(args.dtype, args.batch, args.tokens, args.repeats)
@@ -256,7 +278,7 @@ def main() -> None:
     elif args.command == "compare":
         compare(args.paths)
     elif args.command == "ties":
-        ties()
+        ties(args.prompts, args.contexts)
     else:
         store_times()
 

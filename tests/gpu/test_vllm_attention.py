@@ -19,11 +19,11 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from backends.cuda.attend.pages import PRESETS, slot_bytes
 from backends.cuda.vllm_attention import plugin
 from backends.cuda.vllm_attention.planes import planes_of, slots_of
 from backends.cuda.vllm_attention.refusals import UnsupportedAttention, check_engine, check_layer
 from backends.cuda.vllm_attention.store import store
+from backends.kernels.attend.pages import PRESETS, slot_bytes
 from bridge.codecs import declared, reference
 from bridge.wire.coding import Element
 from tests.vllm.engine import vllm_python

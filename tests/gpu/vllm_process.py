@@ -15,9 +15,10 @@ from types import SimpleNamespace
 
 import torch
 
-from backends.cuda.attend import Pages, reference, slot_bytes
 from backends.cuda.vllm_attention import backend, plugin
 from backends.cuda.vllm_attention.refusals import UnsupportedAttention
+from backends.kernels.attend import reference
+from backends.kernels.attend.pages import Pages, slot_bytes
 from bridge.codecs import declared
 from bridge.codecs import reference as reference_encoder
 from bridge.wire.coding import Element

@@ -2,6 +2,5 @@
 
 from .build import load
 from .launch import Workspace, attend, configure
-from .pages import PRESETS, Pages, block_bytes, slot_bytes
 
-__all__ = ["PRESETS", "Pages", "Workspace", "attend", "block_bytes", "configure", "load", "slot_bytes"]
+__all__ = ["Workspace", "attend", "configure", "load"]

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
+from backends.kernels.attend.arguments import check_call, check_group
+from backends.kernels.attend.pages import PRESETS, TILE, Pages, block_bytes, check_pages
+from backends.kernels.attend.pages import table as table_of
+
 from .build import Config, Params, load
-from .pages import PRESETS, TILE, Pages, block_bytes, check_pages
-from .pages import table as table_of
 
 SHARED_LIMIT = 227 * 1024  # bytes of shared memory a block may have on sm_90
-MAX_BATCH = 4096  # sequences: their running sums stand in shared memory for a moment
 MIN_TILES = 8  # a group of warps takes at least this many tiles: fewer, and partial results cost more than they save
 
 
@@ -24,8 +25,7 @@ class AttendError(RuntimeError):
 def configure(preset: str, layout: str, head_dim: int, kv_heads: int, group: int, *, softcap: bool = False, folded: bool = False) -> Config:
     """The build that serves such pages (see Pages) and this many query heads per kv head. ValueError if none does."""
     check_pages(preset, layout, head_dim, folded)
-    if not 1 <= group <= 16:
-        raise ValueError(f"{group} query heads per kv head: 1 to 16 are supported")
+    check_group(group)
     if not 1 <= kv_heads <= 16:
         raise ValueError(f"{kv_heads} kv heads in one cache: at most 16 are supported, split the cache by heads")
     key, value = PRESETS[preset]
@@ -114,26 +114,11 @@ def attend(
     Returns (out, lse). Capturable in a CUDA graph when out, lse and workspace are given.
     Raises ValueError for arguments that do not fit, BuildError where nvcc is missing, AttendError for what CUDA refuses.
     """
+    group = check_call(queries, pages, table, lengths, window, sinks, out, lse)
     batch, query_heads, dim = queries.shape
     heads = pages.kv_heads
-    if query_heads % heads or dim != pages.head_dim or queries.stride(2) != 1:
-        raise ValueError(f"queries of shape {tuple(queries.shape)} do not fit a cache of {heads} kv heads and head dim {pages.head_dim}")
-    if queries.dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(f"queries are {queries.dtype}: float16 or bfloat16 is needed")
     if any(s % 2 for s in queries.stride()[:2]) or queries.data_ptr() % 4:
         raise ValueError("queries must lie at multiples of 4 bytes")
-    ints = table.dtype == lengths.dtype == torch.int32 and table.stride(1) == 1 and lengths.is_contiguous()
-    if not ints or table.shape[0] < batch or lengths.numel() < batch:
-        raise ValueError("table [B, pages] and lengths [B] must be int32 tensors with at least B rows")
-    if sinks is not None and (sinks.dtype != torch.float32 or sinks.numel() != query_heads or not sinks.is_contiguous()):
-        raise ValueError("sinks must be a contiguous float32 tensor [Hq]")
-    if any(x is not None and x.device != queries.device for x in (pages.data, table, lengths, sinks, out, lse)):
-        raise ValueError("queries, pages, table, lengths, sinks, out and lse must be on one device")
-    if pages.data.stride(0) >= 1 << 32 or window < 0:
-        raise ValueError("a page must be smaller than 4 GiB and window not negative")
-    if batch > MAX_BATCH:
-        raise ValueError(f"a batch of {batch}: at most {MAX_BATCH} sequences a call, split it")
-    group = query_heads // heads
     config = config or configure(pages.preset, pages.layout, pages.head_dim, heads, group, softcap=softcap > 0, folded=pages.folded)
     device = queries.device.index or 0
     blocks, places = _blocks(config, heads, device), _places(config, heads, batch, device)
@@ -143,9 +128,8 @@ def attend(
         raise ValueError("the workspace is too small for this batch: make it with Workspace.of(..., max_batch)")
     out = torch.empty_like(queries) if out is None else out
     lse = torch.empty(batch, query_heads, dtype=torch.float32, device=queries.device) if lse is None else lse
-    fits = out.shape == queries.shape and out.dtype == queries.dtype and out.stride(2) == 1 and not any(s % 2 for s in out.stride()[:2])
-    if not fits or lse.shape != (batch, query_heads) or lse.dtype != torch.float32 or not lse.is_contiguous() or out.data_ptr() % 4:
-        raise ValueError("out must have the queries' shape and dtype, lse must be contiguous float32 [B, Hq]")
+    if any(s % 2 for s in out.stride()[:2]) or out.data_ptr() % 4:
+        raise ValueError("out must lie at multiples of 4 bytes")
     scale = dim**-0.5 if scale is None else scale
     key, _ = PRESETS[pages.preset]
     p = Params(

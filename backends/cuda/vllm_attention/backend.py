@@ -18,11 +18,12 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends import turboquant_attn as stock
 from vllm.v1.worker.workspace import current_workspace_manager, is_workspace_manager_initialized
 
-from backends.cuda.attend import Pages, Workspace, attend, configure
+from backends.cuda.attend import Workspace, attend, configure
 from backends.cuda.attend.build import Config
 from backends.cuda.vllm_attention.planes import planes_of, slots_of
 from backends.cuda.vllm_attention.refusals import check_engine, check_layer
 from backends.cuda.vllm_attention.store import store
+from backends.kernels.attend.pages import Pages
 
 ROWS = stock._CONTINUATION_DECODE_THRESHOLD
 """A continuation of a prompt by up to so many tokens is read by the decode kernel, a row for each token."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from backends.cuda.attend.pages import PRESETS, TILE
+from backends.kernels.attend.pages import PRESETS, TILE
 
 
 def planes_of(cache: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from backends.cuda.attend import configure
-from backends.cuda.attend.launch import MAX_BATCH
+from backends.kernels.attend.arguments import MAX_BATCH
 from bridge.errors import KVBridgeError
 
 

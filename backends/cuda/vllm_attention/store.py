@@ -1,7 +1,7 @@
 """New keys and values of a step -> TurboQuant bytes in a paged cache, in vLLM's slots or in planes. One launch, nothing allocated.
 
 One program codes `ROWS` (token, kv head) rows with the reference encoder's own operations (docs/wire-format.md, section 4), so the
-bytes are those of a packed payload. A block of planes is 16 tokens of one kv head, see backends/cuda/attend/pages.py.
+bytes are those of a packed payload. A block of planes is 16 tokens of one kv head, see backends/kernels/attend/pages.py.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from backends.cuda.attend.pages import PRESETS, TILE, centroids, slot_bytes
+from backends.kernels.attend.pages import PRESETS, TILE, centroids, slot_bytes
 from backends.kernels.elements import BF16, FP16, to_float
 from backends.kernels.fp8 import encode_e4m3
 from backends.kernels.pack import affine_groups

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .pages import PRESETS, TILE, Pages, centroids, slot_bytes
+from backends.kernels.attend.pages import PRESETS, TILE, Pages, centroids, slot_bytes
 
 
 def unpack(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -67,7 +67,7 @@ def attend(
     window: int = 0,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `launch.attend`, in float64: (out [B, Hq, D], lse [B, Hq])."""
+    """As the `attend` of every implementation, in float64: (out [B, Hq, D], lse [B, Hq])."""
     batch, query_heads, d = queries.shape
     group = query_heads // pages.kv_heads
     out = torch.zeros(batch, query_heads, d, dtype=torch.float64, device=queries.device)
