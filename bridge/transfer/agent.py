@@ -80,6 +80,14 @@ class Peer(Protocol):
 
     name: str
 
+    @property
+    def failure(self) -> str | None:
+        """Why no read from this peer can succeed any more, in a few words; None while the agent knows of nothing. Never waits.
+
+        A connection that failed does not come back: connect again, with the peer's current metadata, and disconnect this one.
+        """
+        ...
+
     def read(self, source: RemoteMemory, target: Registration, ranges: Sequence[ReadRange]) -> Transfer:
         """Starts one read of all ranges. Raises BadRange or TransferFailed."""
         ...

@@ -87,6 +87,11 @@ class WatchedPeer:
         self.name = peer.name
         self._agent, self._peer = agent, peer
 
+    @property
+    def failure(self) -> str | None:
+        """As the agent's own."""
+        return self._peer.failure
+
     def read(self, source: RemoteMemory, target: Registration, ranges: Sequence[ReadRange]) -> WatchedTransfer:
         """As the agent's own; also raises LinkTooSlow."""
         self._agent._check(self)

@@ -127,6 +127,10 @@ class FaultyPeer:
     def __init__(self, agent: FaultyAgent, inner: Peer) -> None:
         self.agent, self.inner, self.name = agent, inner, inner.name
 
+    @property
+    def failure(self) -> str | None:
+        return self.inner.failure
+
     def read(self, source: RemoteMemory, target: Registration, ranges: Sequence[ReadRange]) -> Any:
         armed = self.agent.next_read()
         if armed is not None and armed.kind == "refuse":

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from bridge.counters import MAX_NAMES, Counters
-from bridge.handoff import Mode, PeerConfig, errors, messages
+from bridge.handoff import Mode, PeerConfig, Target, errors, messages
 from bridge.handoff.bounds import Bounds, ignore
 from bridge.handoff.compatibility import check_chunks
 from bridge.handoff.identity import client_context
@@ -25,6 +25,7 @@ from bridge.handoff.move import Move, Resources, Wanted
 from bridge.handoff.session import MAX_UNSENT, Session
 from bridge.handoff.staging import ALIGNMENT, Staging, StagingPool
 from bridge.pages import BlockTable, CacheGroup, LayerPages, PagedCache
+from bridge.transfer.errors import TransferFailed
 from bridge.wire import Coding, CodingKind, ContentKind, Element, Group, Layer, Manifest, PayloadMap, SlotCodec
 from bridge.wire.errors import TooLarge
 from tests.handoff.pair import BOUNDS, MODEL, CpuReferenceDevice, Pair, block_table, manifest, paged_cache
@@ -327,7 +328,7 @@ def test_room_is_given_in_the_order_in_which_it_was_asked_for():
 
     async def all_of_them():
         staging = Staging(pool, None, None)
-        resources = Resources(None, staging, asyncio.Lock(), None, 2, Bounds(staging=5), Counters(), ignore)
+        resources = Resources(None, None, staging, asyncio.Lock(), None, 2, Bounds(staging=5), Counters(), ignore)
         asked = [asyncio.create_task(ask(resources, "large", 3))]
         await asyncio.sleep(0.01)
         asked += [asyncio.create_task(ask(resources, f"small {number}", 1)) for number in range(2)]
@@ -443,3 +444,26 @@ def test_clauses_that_a_peer_makes_up_do_not_become_names():
     assert not any("\n" in name for name in counts)
     counters.add("failed", "bad_tag")
     assert sum(counters.snapshot().values()) == 4001
+
+
+def test_a_data_port_that_failed_while_the_control_channel_lived_is_connected_anew(pair, source, target):
+    """As after a cut, or an idle hour behind a firewall, that only the control channel outlives: every later hand-off failed."""
+
+    def cross():
+        offer = pair.prefiller.offer(manifest("r", TOKENS), *source)
+        offer.advance(TOKENS)
+        pair.decoder.fetch(offer.ticket, Target(*target, MODEL))
+        offer.wait(5)
+
+    def refuse(*_):
+        raise TransferFailed("the connection had failed")
+
+    cross()
+    (dead,) = pair.decoder._links.values()
+    dead.endpoint.read, dead.endpoint.failure = refuse, "its endpoint failed"
+    cross()
+    (link,) = pair.decoder._links.values()
+    assert link.endpoint.failure is None
+    assert eventually(lambda: link is dead or (dead.lost is not None and dead.endpoint.disconnected))
+    assert "failed{transfer_failed}" not in pair.decoder.counters.snapshot()
+    assert pair.decoder.staging()[0] == 0

@@ -45,6 +45,7 @@ class LocalPeer:
     def __init__(self, agent: LocalAgent) -> None:
         self.agent, self.name = agent, "local"
         self.disconnected = False
+        self.failure: str | None = None
 
     def read(self, source: RemoteMemory, target: LocalRegistration, ranges: Sequence[ReadRange]) -> LocalTransfer:
         for item in ranges:

@@ -57,6 +57,19 @@ def test_the_last_disconnect_ends_its_reads_at_once(agent):
         assert (mine == POISON).all()
 
 
+def test_a_release_is_short_and_typed_while_the_worker_is_busy(agent):
+    """Its thread closes endpoints of silent peers, for seconds each. A release then raised TimeoutError, after ten seconds."""
+    with Serving(SIZE, kind="ucx") as serving:
+        _, _, transfer = start_and_suspend(agent, serving, poisoned(SIZE))
+        agent._worker.post(lambda: time.sleep(1.5))
+        started = time.monotonic()
+        with pytest.raises(TransferTimeout):
+            transfer.release()
+        assert time.monotonic() - started < 1.0
+        serving.resume()
+        until_released(transfer)
+
+
 def test_an_owner_whose_reader_takes_nothing_gives_its_memory_back():
     """Releasing on the serving side ends the sends that a hanging reader does not take."""
     import subprocess

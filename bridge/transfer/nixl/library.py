@@ -10,13 +10,21 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 from bridge.transfer.errors import AgentUnavailable
 
 MODULES = ("nixl", "nixl_cu12", "nixl_cu13")
 INSTALL = "pip install nixl-cu12 (nixl-cu13 where CUDA 13 is installed); both work on hosts without a GPU"
+BACKEND = ["UCX"]
+USER_TIMEOUT = 7
+"""Seconds after which UCX gives up a TCP connection whose bytes nobody acknowledges: as long as a control channel may be silent. An
+operator's UCX_TCP_USER_TIMEOUT overrides it. Older UCX (1.21's own packages, for one) does not know it."""
+
+_STARTING = threading.Lock()  # environment variables are the process's
 
 
 class UcxLog:
@@ -99,6 +107,40 @@ def load() -> Any:
             reasons.append(f"{name}: {error}")
     detail = "NIXL cannot be loaded: " + "; ".join(reasons) if reasons else "NIXL is not installed"
     raise AgentUnavailable(detail, remedy=INSTALL)
+
+
+def start(name: str, transports: Sequence[str] | None, serves: bool) -> tuple[Any, ModuleType, str]:
+    """(a native agent of that name, the module of its exceptions, a sentence on the transports allowed). Raises AgentUnavailable.
+
+    transports: UCX's, used where the environment has no UCX_TLS. serves: whether a thread of the library answers peers.
+    """
+    from_environment = os.environ.get("UCX_TLS")
+    tls = from_environment if from_environment is not None else ",".join(transports) if transports is not None else None
+    if tls is None:
+        allowed = "UCX chooses among all its transports"
+    else:
+        where = "the environment" if from_environment is not None else "the configuration"
+        ignored = ", which overrides the configuration" if from_environment is not None and transports is not None else ""
+        allowed = f"UCX_TLS={tls} from {where}{ignored}"
+    variables = {"NIXL_LOG_LEVEL": "FATAL", "UCX_WARN_UNUSED_ENV_VARS": "n", "UCX_TCP_USER_TIMEOUT": f"{USER_TIMEOUT}s"}
+    if tls is not None:
+        variables["UCX_TLS"] = tls
+    with _STARTING, UCX_LOG.opened_while_loading(), environment(variables):
+        api = load()
+        reason = None
+        try:
+            native = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=serves, backends=BACKEND))
+            if "UCX" not in native.backends:
+                reason = "this NIXL has no UCX back end"
+        except Exception as error:  # the bindings raise types of their own and RuntimeError
+            reason = said(error)
+    if reason is not None:
+        reason = why_ucx_refuses(api.__name__, tls) or reason
+        raise AgentUnavailable(
+            f"NIXL's UCX back end refuses to start ({allowed}): {reason}",
+            remedy="correct UCX_TLS or the configured transports (a host with an NVIDIA GPU needs cuda_copy among them), or " + INSTALL,
+        )
+    return native, importlib.import_module(api.__name__.replace("_api", "_bindings")), allowed
 
 
 _PROBE = """

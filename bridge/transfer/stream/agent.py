@@ -105,6 +105,11 @@ class StreamPeer:
         self._transfers: list[StreamTransfer] = []
         self._closed = False
 
+    @property
+    def failure(self) -> str | None:
+        """Why the connection ended, or None."""
+        return self._connection.failure
+
     def read(self, source: RemoteMemory, target: Registration, ranges: Sequence[ReadRange]) -> StreamTransfer:
         """Starts one read of all ranges (1 to 65,536). Raises BadRange, TransferFailed."""
         return self._agent._read(self, source, target, ranges)

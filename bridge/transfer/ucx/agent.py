@@ -10,6 +10,7 @@ is in quarantine. An owner that sends nothing for `patience` seconds then loses 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import secrets
@@ -32,6 +33,8 @@ from bridge.transfer.ucx.reader import Link, Reading
 from bridge.transfer.ucx.worker import UcxWorker, environment_tls
 
 _CALL_SECONDS = 10.0
+_RELEASE_SECONDS = 0.1
+"""What a release waits at most: it is called on threads that others wait for, and may be called again."""
 
 
 class UcxRegistration:
@@ -109,8 +112,12 @@ class UcxPeer:
     def __init__(self, agent: UcxAgent, about: Described, link: Link) -> None:
         self.name = about.name
         self._agent, self._regions, self._link = agent, about.regions, link
-        self._transfers: list[UcxTransfer] = []
         self._closed = False
+
+    @property
+    def failure(self) -> str | None:
+        """Why the link ended, or None."""
+        return self._link.failure
 
     def read(self, source: RemoteMemory, target: Registration, ranges: Sequence[ReadRange]) -> UcxTransfer:
         """Starts one read of all ranges (1 to 65,536; each is a message of its own). Raises BadRange, TransferFailed."""
@@ -221,9 +228,12 @@ class UcxAgent:
             links = list(self._links.values())
         if not links or self._closed:
             return f"{self._tls}; nothing is connected"
-        ways = self._worker.call(
-            lambda: sorted({f"{link.peer}: {', '.join(link.transports()) or 'unknown'}" for link in links}), _CALL_SECONDS
-        )
+        try:
+            ways = self._worker.call(
+                lambda: sorted({f"{link.peer}: {', '.join(link.transports()) or 'unknown'}" for link in links}), _CALL_SECONDS
+            )
+        except TimeoutError:
+            return f"{self._tls}; UCX is busy closing connections, and does not say which transports are in use"
         return f"{self._tls}; reads go by {'; '.join(ways)}"
 
     def registered_bytes(self) -> int:
@@ -260,11 +270,13 @@ class UcxAgent:
                 return
             self.progress()
             if any(transfer._target is registration for transfer in self._active + self._quarantine):
-                raise TransferTimeout("memory cannot be released while an unfinished read may write into it")
+                raise TransferTimeout(
+                    "memory cannot be released while an unfinished read may write into it", remedy="release or finish its reads first"
+                )
         registration.retire()
         if not registration.unused(1.0):  # readers that take nothing lose their endpoints
-            self._worker.call(lambda: self._owner.let_go(registration.number), _CALL_SECONDS)
-            if not registration.unused(5.0):
+            self._worker.post(lambda: self._owner.let_go(registration.number))
+            if not registration.unused(_CALL_SECONDS):
                 raise TransferTimeout("memory cannot be released while UCX still sends from it", remedy="call release again")
         with self._lock:
             self._registrations.pop(registration.number, None)
@@ -383,7 +395,8 @@ class UcxAgent:
             self._give_up(transfer)
             closed = self._closed
         if not closed:
-            self._worker.call(lambda: None, _CALL_SECONDS)  # so that what is not under way yet settles at once
+            with contextlib.suppress(TimeoutError):  # the thread may be closing an endpoint whose peer is silent: seconds
+                self._worker.call(lambda: None, _RELEASE_SECONDS)  # so that what is not under way yet settles at once
         if not transfer.settled:
             raise TransferTimeout(f"a read from {transfer._peer.name} is unfinished and its bytes may still arrive")
 
