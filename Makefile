@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 XPU_VENV := .venv-xpu
 XPU_READY := $(XPU_VENV)/.ready
 
-.PHONY: help setup demo test quick lint test-gpu vllm-env test-vllm xpu-env test-xpu-emulated test-xpu-full full fuzz bench clean
+.PHONY: help setup demo test quick lint test-gpu vllm-env test-vllm xpu-env test-xpu-emulated test-xpu-full xpu-native full fuzz bench clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -30,7 +30,7 @@ lint: $(READY) ## ruff, formatting, types
 	$(BIN)/ruff format --quiet --check .
 	$(BIN)/mypy --no-error-summary
 
-test: lint $(VLLM_READY) ## every test that needs no accelerator, samples by seed
+test: lint $(VLLM_READY) $(XPU_READY) ## every test that needs no accelerator, samples by seed
 	$(BIN)/python -m pytest -q -m 'not boots' $(ARGS)
 
 quick: $(READY) ## the inner loop, under 2 minutes: no model, no second process of a model
@@ -65,6 +65,9 @@ test-xpu-emulated: $(READY) $(XPU_READY) ## the emulated XPU: a seeded sample of
 test-xpu-full: $(READY) $(XPU_READY) ## the same with the whole matrices, and the native report of every shipped configuration
 	KVBRIDGE_FULL=1 $(BIN)/python -m pytest -q -m xpu_emulated -o timeout=3600 tests/conformance tests/xpu $(ARGS)
 	$(BIN)/python -m backends.xpu.native
+
+xpu-native: $(READY) $(XPU_READY) ## what Intel's offline compiler makes of every shipped configuration: some ten minutes
+	$(BIN)/python -m backends.xpu.native $(ARGS)
 
 full: $(READY) ## the full matrices behind the samples
 	KVBRIDGE_FULL=1 $(BIN)/python -m pytest -q $(ARGS)

@@ -1,112 +1,13 @@
-"""An NVIDIA GPU prefills, another decodes: the whole hand-off in one file, two processes, random KV instead of a model.
+"""An NVIDIA GPU prefills, another decodes: two processes, random KV instead of a model. With one GPU, both processes use it.
 
 python examples/cuda_to_cuda.py [codec] [auto|device|host]        (default: turboquant_4bit_nc auto)
 
-The payload is staged in the GPUs' own memory where NIXL can register it, else in pinned host memory. With one GPU, both processes use it.
+The payload is staged in the GPUs' own memory where NIXL can register it, else in pinned host memory.
 """
 
-from __future__ import annotations
-
-import json
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import torch
+from device_pair import run
 
-from bridge.codecs import declared
-from bridge.devices import open_device
-from bridge.handoff import Decoder, Identity, PeerConfig, Prefiller, Target, Ticket, create_identity
-from bridge.pages import BlockTable, LayerPages, PagedCache
-from bridge.transfer.nixl import NixlAgent
-from bridge.wire import ContentKind, Element, Group, Layer, Manifest, token_digest
-
-LAYERS, HEADS, HEAD_DIM, TOKENS = 4, 4, 128, 1000
-MODEL = bytes(32)  # in earnest: bridge.geometry.model_digest(config, weights)
-
-
-def make_pages(card: str, block_size: int, fill: float | None = None) -> tuple[PagedCache, BlockTable]:
-    """Scattered pages of random values, or all of one value."""
-    count = -(-TOKENS // block_size) + 3
-    shape = (count, block_size, HEADS, HEAD_DIM)
-    generator = torch.Generator().manual_seed(0)
-
-    def side() -> torch.Tensor:
-        values = torch.randn(shape, generator=generator) if fill is None else torch.full(shape, fill)
-        return values.to(card, torch.bfloat16)
-
-    order = torch.randperm(count, generator=generator)[: count - 3].tolist()
-    return PagedCache({layer: LayerPages.nhd(side(), side()) for layer in range(LAYERS)}), BlockTable(order, block_size)
-
-
-def checksum(cache: PagedCache, table: BlockTable) -> list[float]:
-    """One number a layer, which both processes can compare."""
-    sums = []
-    for pages in cache.layers.values():
-        page, position = (torch.from_numpy(x).to(pages.key.device) for x in table.locate(0, TOKENS, pages.key.shape[0]))
-        sums.append(round(pages.key[page, position].double().abs().sum().item(), 3))
-    return sums
-
-
-def decode(folder: Path, staging: str) -> None:
-    """The second process: reads a ticket from standard input, fetches, prints what it has."""
-    order = json.loads(sys.stdin.readline())
-    card = torch.cuda.device_count() - 1
-    device = open_device(f"cuda:{card}")
-    identity = Identity("decode-0", folder / "decode-0.crt", folder / "decode-0.key")
-    peers = {"prefill-0": PeerConfig(folder / "prefill-0.crt", "127.0.0.1", order["port"])}
-    agent = NixlAgent("decode-0", serves=False)
-    decoder = Decoder(identity, peers, device, agent, staging_bytes=1 << 26, staging=staging)  # type: ignore[arg-type]
-    cache, table = make_pages(f"cuda:{card}", block_size=64, fill=float("nan"))
-    received = decoder.fetch(Ticket.from_dict(order["ticket"]), Target(cache, table, MODEL))
-    said = {"bytes": received.nbytes, "seconds": received.total, "sums": checksum(cache, table)}
-    print(json.dumps(said | {"via": agent.transports(), "device": device.probe()}))
-    decoder.close()
-    agent.close()
-
-
-def prefill(folder: Path, codec: str, staging: str) -> None:
-    """The first process: offers a payload, hands the ticket on, waits for the commit."""
-    device = open_device("cuda")
-    identity, other = create_identity("prefill-0", folder), create_identity("decode-0", folder)
-    agent = NixlAgent("prefill-0")
-    peers = {"decode-0": PeerConfig(other.certificate)}
-    prefiller = Prefiller(identity, peers, device, agent, staging_bytes=1 << 26, staging=staging)  # type: ignore[arg-type]
-    command = [sys.executable, __file__, "--decode", str(folder), staging]
-    second = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    cache, table = make_pages("cuda:0", block_size=16)
-    manifest = Manifest(
-        model_digest=MODEL,
-        content=((ContentKind.TOKENS, token_digest(list(range(TOKENS)))),),
-        request_id="example",
-        lease=0,
-        generation=0,
-        chunk_tokens=256,
-        groups=(Group(HEADS, HEAD_DIM, 0, TOKENS),),
-        codecs=(declared(codec).for_layer(HEAD_DIM, Element.BF16),),
-        layers=tuple(Layer(layer, 0, 0) for layer in range(LAYERS)),
-    )
-    offer = prefiller.offer(manifest, cache, table)
-    offer.advance(TOKENS)
-    try:
-        said, _ = second.communicate(json.dumps({"port": prefiller.port, "ticket": offer.ticket.to_dict()}) + "\n", timeout=300)
-    finally:
-        second.kill()
-    offer.wait(10)
-    result = json.loads(said)
-    print(f"prefiller: {device.probe()}")
-    print(f"decoder:   {result['device']}")
-    print(f"{codec}: {result['bytes']:,} bytes in {result['seconds'] * 1e3:.1f} ms, kernels compiled on the way, {result['via']}")
-    print(f"sum of |K| by layer, sent:     {checksum(cache, table)}")
-    print(f"sum of |K| by layer, received: {result['sums']}")
-    prefiller.close()
-    agent.close()
-
-
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["--decode"]:
-        decode(Path(sys.argv[2]), sys.argv[3])
-    else:
-        with tempfile.TemporaryDirectory() as made:
-            prefill(Path(made), *(sys.argv[1:3] + ["turboquant_4bit_nc", "auto"][len(sys.argv[1:3]) :]))
+sys.exit(run("cuda", f"cuda:{max(torch.cuda.device_count(), 1) - 1}", *sys.argv[1:3]))

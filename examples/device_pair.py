@@ -1,8 +1,9 @@
 """The hand-off between two devices of any kind, two processes, random KV instead of a model: what the examples of one pair each run.
 
-python examples/device_pair.py PREFILLER DECODER [codec]     for example: xpu cpu turboquant_4bit_nc
+python examples/device_pair.py PREFILLER DECODER [codec] [auto|device|host]     for example: xpu cpu turboquant_4bit_nc host
 
-Where "xpu" is asked for and no Intel GPU is here, the emulated one runs instead; the output says which ran.
+Where "xpu" is asked for and no Intel GPU is here, the emulated one runs instead; the output says which ran. The last argument is where
+payloads are staged: in the devices' own memory, in the host's (pinned), or "auto", the former where the transfer agent can register it.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import torch
 
 from bridge.codecs import declared
 from bridge.devices import Device, DeviceError, open_device
+from bridge.errors import KVBridgeError
 from bridge.handoff import Decoder, Identity, PeerConfig, Prefiller, Target, Ticket, create_identity
 from bridge.pages import BlockTable, LayerPages, PagedCache
 from bridge.transfer.nixl import NixlAgent
 from bridge.wire import ContentKind, Element, Group, Layer, Manifest, token_digest
 
 LAYERS, HEADS, HEAD_DIM, TOKENS = 4, 2, 64, 1000
-MODEL = bytes(32)  # in earnest: bridge.geometry.model_digest(config, weights)
+MODEL = bytes(32)  # in earnest: bridge.model.model_digest(config, weights)
 
 
 def opened(name: str) -> tuple[Device, str]:
@@ -61,19 +63,19 @@ def checksum(cache: PagedCache, table: BlockTable) -> list[float]:
     return sums
 
 
-def decode(folder: Path, name: str) -> None:
+def decode(folder: Path, name: str, staging: str) -> None:
     """The second process: says that it is ready, reads a ticket from standard input, fetches, prints what it has."""
-    try:
-        device, what = opened(name)
-    except DeviceError as error:
-        sys.exit(str(error))
+    device, what = opened(name)
     agent = NixlAgent("decode-0", serves=False)
     cache, table = make_pages(device, block_size=64, fill=float("nan"))
     print("ready", flush=True)
-    order = json.loads(sys.stdin.readline())
+    line = sys.stdin.readline()
+    if not line:
+        return  # the first process is gone, and has said why
+    order = json.loads(line)
     identity = Identity("decode-0", folder / "decode-0.crt", folder / "decode-0.key")
     peers = {"prefill-0": PeerConfig(folder / "prefill-0.crt", "127.0.0.1", order["port"])}
-    decoder = Decoder(identity, peers, device, agent, staging_bytes=1 << 26)
+    decoder = Decoder(identity, peers, device, agent, staging_bytes=1 << 26, staging=staging)  # type: ignore[arg-type]
     received = decoder.fetch(Ticket.from_dict(order["ticket"]), Target(cache, table, MODEL))
     said = {"bytes": received.nbytes, "seconds": received.total, "sums": checksum(cache, table), "via": agent.transports(), "what": what}
     print(json.dumps(said))
@@ -81,17 +83,8 @@ def decode(folder: Path, name: str) -> None:
     agent.close()
 
 
-def prefill(folder: Path, name: str, other_name: str, codec: str) -> bool:
+def prefill(folder: Path, name: str, other_name: str, codec: str, staging: str) -> bool:
     """The first process: offers a payload, hands the ticket on, waits for the commit. True: it arrived, within the codec's loss."""
-    device, what = opened(name)
-    identity, other = create_identity("prefill-0", folder), create_identity("decode-0", folder)
-    command = [sys.executable, __file__, "--decode", str(folder), other_name]
-    second = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    if second.stdout is None or second.stdout.readline() != "ready\n":
-        return False
-    agent = NixlAgent("prefill-0")
-    prefiller = Prefiller(identity, {"decode-0": PeerConfig(other.certificate)}, device, agent, staging_bytes=1 << 26)
-    cache, table = make_pages(device, block_size=16)
     manifest = Manifest(
         model_digest=MODEL,
         content=((ContentKind.TOKENS, token_digest(list(range(TOKENS)))),),
@@ -103,17 +96,30 @@ def prefill(folder: Path, name: str, other_name: str, codec: str) -> bool:
         codecs=(declared(codec).for_layer(HEAD_DIM, Element.BF16),),
         layers=tuple(Layer(layer, 0, 0) for layer in range(LAYERS)),
     )
+    device, what = opened(name)
+    identity, other = create_identity("prefill-0", folder), create_identity("decode-0", folder)
+    command = [sys.executable, __file__, "--decode", str(folder), other_name, staging]
+    second = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    if second.stdout is None or second.stdout.readline() != "ready\n":
+        second.wait()  # it has said why
+        return False
+    agent = NixlAgent("prefill-0")
+    peers = {"decode-0": PeerConfig(other.certificate)}
+    prefiller = Prefiller(identity, peers, device, agent, staging_bytes=1 << 26, staging=staging)  # type: ignore[arg-type]
+    cache, table = make_pages(device, block_size=16)
     offer = prefiller.offer(manifest, cache, table)
     offer.advance(TOKENS)
     try:
         said, _ = second.communicate(json.dumps({"port": prefiller.port, "ticket": offer.ticket.to_dict()}) + "\n", timeout=900)
     finally:
         second.kill()
+    if not said:
+        return False
     offer.wait(10)
     result, sent = json.loads(said), checksum(cache, table)
     print(f"prefiller: {what}")
     print(f"decoder:   {result['what']}")
-    print(f"{codec}: {result['bytes']:,} bytes in {result['seconds'] * 1e3:.1f} ms, {result['via']}")
+    print(f"{codec}: {result['bytes']:,} bytes in {result['seconds'] * 1e3:.1f} ms, kernels compiled on the way, {result['via']}")
     print(f"sum of |K| by layer, sent:     {sent}")
     print(f"sum of |K| by layer, received: {result['sums']}")
     prefiller.close()
@@ -121,20 +127,23 @@ def prefill(folder: Path, name: str, other_name: str, codec: str) -> bool:
     return all(abs(a - b) <= 0.03 * a for a, b in zip(sent, result["sums"], strict=True))
 
 
-def run(prefiller: str, decoder: str, codec: str = "turboquant_4bit_nc") -> int:
+def run(prefiller: str, decoder: str, codec: str = "turboquant_4bit_nc", staging: str = "auto") -> int:
     """The whole hand-off. Returns an exit code: 0 where what arrived is what was sent, within the codec's loss."""
     with tempfile.TemporaryDirectory() as made:
         try:
-            return 0 if prefill(Path(made), prefiller, decoder, codec) else 1
-        except DeviceError as error:
+            return 0 if prefill(Path(made), prefiller, decoder, codec, staging) else 1
+        except KVBridgeError as error:
             print(error, file=sys.stderr)
             return 2
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--decode"]:
-        decode(Path(sys.argv[2]), sys.argv[3])
-    elif len(sys.argv) in (3, 4):
+        try:
+            decode(Path(sys.argv[2]), sys.argv[3], sys.argv[4])
+        except KVBridgeError as error:
+            sys.exit(str(error))
+    elif len(sys.argv) in (3, 4, 5):
         sys.exit(run(*sys.argv[1:]))
     else:
         sys.exit(__doc__)

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
-from backends.xpu.probe import find_card, level_zero_in_ucx
+from backends.xpu.probe import find_card
 from bridge.devices import DeviceError
+from bridge.transfer.level_zero import level_zero_in_ucx
 
 try:
-    from backends.accelerator.device import Accelerator, Staging
+    from backends.accelerator.device import Accelerator
     from backends.xpu.tuning import tuning_for
 except ImportError as error:
     raise DeviceError(
@@ -29,14 +30,6 @@ class XpuDevice(Accelerator):
         super().__init__(torch.device("xpu", index), tuning_for(self.card.architecture), **options)
 
     def probe(self) -> str:
-        staged = "its own" if level_zero_in_ucx() else "pinned host"
-        return f"{self.card}; payloads are staged in {staged} memory; {super().probe()}"
-
-    def allocate_memory(self, nbytes: int) -> Staging:
-        """Memory that transfers can read. Raises DeviceError where no UCX with Level Zero was found."""
-        if level_zero_in_ucx() is None:
-            raise DeviceError(
-                "no UCX with Level Zero was found, and without it no transfer can read XPU memory",
-                remedy='choose staging="host", or build UCX and NIXL as docs/xpu.md says and set UCX_MODULE_DIR',
-            )
-        return super().allocate_memory(nbytes)
+        module = level_zero_in_ucx()
+        staged = f"its own memory, which NIXL can read with {module}" if module else "pinned host memory"
+        return f"{self.card}; payloads are staged in {staged}; {super().probe()}"

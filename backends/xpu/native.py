@@ -51,30 +51,41 @@ CARDS = {
 
 @dataclass(frozen=True)
 class Configuration:
-    """One kernel as it ships: what is compiled for it follows from the tuning of its architecture."""
+    """One kernel as it ships: what is compiled for it follows from the tuning of its architecture.
+
+    element: of the pages; for "recode", which lands raw elements in slots, of the payload. scaled: fp8 keys and values, of the payload or
+    of the pages, have scales other than 1. The kernels of tags know no codec.
+    """
 
     device: str
     operation: str
-    codec: str
-    head_dim: int
+    codec: str = ""
+    head_dim: int = 0
     element: str = "BF16"
+    scaled: bool = False
 
     def __str__(self) -> str:
-        return f"{self.device} {self.operation} {self.codec} {self.head_dim} {self.element}"
+        if not self.codec:
+            return f"{self.device} {self.operation}"
+        return f"{self.device} {self.operation} {self.codec} {self.head_dim} {self.element}{' scaled' if self.scaled else ''}"
 
 
 def configurations() -> list[Configuration]:
     """Every shipped one that ocloc can build."""
-    pages = list(product(DEVICES, ("pack", "land"), CODECS, HEAD_DIMS, ELEMENTS))
-    slots = [(*parts, "BF16") for parts in product(DEVICES, ("pack_slots", "land_slots"), TURBOQUANT, HEAD_DIMS)]
-    return [Configuration(*parts) for parts in (*pages, *slots)]
+    made: list[tuple[Any, ...]] = [*product(DEVICES, ("pack", "land"), CODECS, HEAD_DIMS, ELEMENTS)]
+    made += product(DEVICES, ("pack", "land"), ("fp8_e4m3", "turboquant_k8v4"), HEAD_DIMS, ("BF16",), (True,))
+    made += product(DEVICES, ("land",), ("fp8_e4m3", *TURBOQUANT), HEAD_DIMS, ("E4M3FN",), (False, True))
+    made += product(DEVICES, ("pack_slots", "land_slots"), TURBOQUANT, HEAD_DIMS)
+    made += product(DEVICES, ("recode",), TURBOQUANT, HEAD_DIMS, ELEMENTS)
+    made += product(DEVICES, ("make_tags", "verify_tags"))
+    return [Configuration(*parts) for parts in made]
 
 
 @dataclass(frozen=True)
 class Built:
     """A configuration's native code. bytes_moved, instructions: of one program, which makes or reads `blocks` wire blocks.
 
-    expected: share of the card's memory bandwidth, from bytes and instructions counted; at most 1.
+    expected: share of the card's memory bandwidth, from bytes and instructions counted; at most 1, 0 where the bytes are not known.
     """
 
     configuration: str
@@ -142,24 +153,35 @@ class _Recorder:
 
 
 def _launch(configuration: Configuration) -> tuple[int, Any]:
-    """Calls the launch function as a device does. Returns (bytes that a program moves, the tuning)."""
+    """Calls the launch function as a device does. Returns (bytes that a program moves, 0: unknown; the tuning)."""
     import torch
 
+    from backends.accelerator.tags import launch_tags
     from backends.kernels import plan
     from backends.kernels.land import land_pages
     from backends.kernels.pack import pack_pages
+    from backends.kernels.recode import recode_slots
     from backends.kernels.slots import land_slots, pack_slots
     from backends.xpu.tuning import tuning_for
     from bridge.codecs import declared
     from bridge.wire import Element
 
-    element, dim, heads, block = Element[configuration.element], configuration.head_dim, 2, 16
-    codec = declared(configuration.codec).for_layer(dim, element)
-    tuning = tuning_for(configuration.device)(configuration.operation, codec)
-    span = plan.Span(0, 64, 1 << 20)
     words = torch.zeros(1 << 14, dtype=torch.int64)
+    if not configuration.codec:
+        launch_tags(torch.zeros(1 << 14, dtype=torch.uint8), words, words, 0, 1, 8, configuration.operation == "make_tags")
+        return 0, plan.Tuning(matrix=False)
+    element, dim, heads, block = Element[configuration.element], configuration.head_dim, 2, 16
+    codec = declared(configuration.codec).for_layer(dim, Element.BF16 if element is Element.E4M3FN else element)
+    operation = "pack" if configuration.operation == "recode" else configuration.operation  # whose arithmetic it is
+    tuning = tuning_for(configuration.device)(operation, codec)
+    span = plan.Span(0, 64, 1 << 20)
     payload = torch.zeros(heads * 5 * codec.block_bytes(dim), dtype=torch.uint8)
     shared = (torch.zeros(4, dtype=torch.int32), span, codec, heads, torch.zeros((1, 1, 2), dtype=torch.int64), payload, words, words)
+    if configuration.operation == "recode":
+        slots = plan.slots_of([torch.zeros((4, block, heads, codec.slot_bytes(dim)), dtype=torch.uint8)], codec, dim)
+        raw = torch.zeros(heads * 5 * 16 * 2 * dim * 4, dtype=torch.uint8)
+        recode_slots(slots, shared[0], span, codec, element, heads, shared[4], raw, words, words, words[:3], tuning)
+        return 16 * 2 * dim * (element.bits // 8) + codec.block_bytes(dim), tuning
     if configuration.operation.endswith("_slots"):
         slots = plan.slots_of([torch.zeros((4, block, heads, codec.slot_bytes(dim)), dtype=torch.uint8)], codec, dim)
         if configuration.operation == "pack_slots":
@@ -167,13 +189,17 @@ def _launch(configuration: Configuration) -> tuple[int, Any]:
         else:
             land_slots(slots, *shared, words[:3], tuning)
         return tuning.blocks * 2 * codec.block_bytes(dim), tuning
-    dtype = {Element.BF16: torch.bfloat16, Element.FP16: torch.float16, Element.FP32: torch.float32}[element]
+    types = {Element.BF16: torch.bfloat16, Element.FP16: torch.float16, Element.FP32: torch.float32, Element.E4M3FN: torch.uint8}
+    dtype = types[element]
     side = torch.zeros((4, block, heads, dim), dtype=dtype)
     pages = plan.pages_of([(side, side.clone())])
+    factors = torch.ones((1, 2))
+    scales = factors if configuration.scaled and codec.key.scaled else None
     if configuration.operation == "pack":
-        pack_pages(pages, *shared, tuning)
+        pack_pages(pages, *shared, tuning, scales=scales)
     else:
-        land_pages(pages, *shared, words[:3], tuning)
+        on_pages = factors if configuration.scaled and element is Element.E4M3FN else None
+        land_pages(pages, *shared, words[:3], tuning, scales=scales, page_scales=on_pages)
     return tuning.blocks * (codec.block_bytes(dim) + 16 * 2 * dim * dtype.itemsize), tuning
 
 
@@ -181,11 +207,12 @@ def compiled(configuration: Configuration) -> tuple[bytes, str, Built]:
     """(SPIR-V, ocloc's options, what is known so far). Only where Intel's Triton is."""
     from triton.runtime.driver import driver
 
-    from backends.kernels import land, pack, slots
+    from backends.accelerator import tags
+    from backends.kernels import land, pack, recode, slots
 
     recorder = _Recorder(configuration.device, dpas=False)
     driver.set_active(recorder)
-    for kernel in (pack.pack_kernel, land.land_kernel, slots.slots_kernel):
+    for kernel in (pack.pack_kernel, land.land_kernel, slots.slots_kernel, recode.recode_kernel, tags.tags_kernel):
         kernel.device_caches.clear()
     moved, tuning = _launch(configuration)
     made = Built(
@@ -267,13 +294,13 @@ def inspect(configurations: list[Configuration], ocloc: tuple[Path, dict[str, st
 def table(results: list[Built]) -> str:
     """One line a configuration."""
     head = (
-        f"{'configuration':48} {'spills':>6} {'regs':>4} {'lanes':>5} {'warps':>5} {'instr':>6} {'sends':>5} {'dpas':>4} {'bandwidth':>9}"
+        f"{'configuration':52} {'spills':>6} {'regs':>4} {'lanes':>5} {'warps':>5} {'instr':>6} {'sends':>5} {'dpas':>4} {'bandwidth':>9}"
     )
     lines = [head]
     for result in results:
         lines.append(
-            f"{result.configuration:48} {result.spills:6} {result.registers:4} {result.lanes:5} {result.warps:5} {result.instructions:6} "
-            f"{result.sends:5} {result.dpas:4} {result.expected:9.0%}  {result.fault}".rstrip()
+            f"{result.configuration:52} {result.spills:6} {result.registers:4} {result.lanes:5} {result.warps:5} {result.instructions:6} "
+            f"{result.sends:5} {result.dpas:4} {f'{result.expected:.0%}' if result.expected else '':>9}  {result.fault}".rstrip()
         )
     return "\n".join(lines)
 

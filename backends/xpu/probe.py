@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -63,24 +61,9 @@ def find_card(index: int) -> Card:
     if importlib.util.find_spec("triton") is None or importlib.util.find_spec("triton.backends.intel") is None:
         raise DeviceError(
             "the device xpu needs Intel's Triton, and the installed one, if any, has no Intel back end",
-            remedy="install the triton that comes with torch for XPU (pytorch-triton-xpu), or use the device cpu",
+            remedy="install the triton that comes with torch for XPU (triton-xpu), or use the device cpu",
         )
     found = torch.xpu.get_device_properties(index)
     return Card(
         index, found.name, architecture_of(found.name), found.total_memory, getattr(found, "driver_version", "unknown"), extension_version()
     )
-
-
-def level_zero_in_ucx(folders: tuple[Path, ...] | None = None) -> Path | None:
-    """UCX's Level Zero module, without which no transfer can read or write XPU memory; None where it is not found.
-
-    folders: where to look; by default UCX_MODULE_DIR and the folders of LD_LIBRARY_PATH. The public wheels of NIXL and UCX are built
-    without it, and are not searched.
-    """
-    if folders is None:
-        named = [os.environ.get("UCX_MODULE_DIR", ""), *os.environ.get("LD_LIBRARY_PATH", "").split(":")]
-        folders = tuple(Path(name) for name in named if name)
-    for folder in folders:
-        for found in sorted({*folder.glob("libuct_ze.so*"), *folder.glob("ucx/libuct_ze.so*")}):
-            return found
-    return None

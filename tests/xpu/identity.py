@@ -5,27 +5,31 @@ python -m tests.xpu.identity pack DEVICE FILE.kvb                      packs a s
 python -m tests.xpu.identity land DEVICE FILE.kvb                      lands such a file there and by the reference, and compares the pages
 
 DEVICE: cpu-reference, cpu, cuda, xpu, xpu-emulated, or interpreted (the shared kernels under Triton's interpreter).
-digests.json has the reference's SHA-256 of each codec's payload, and for each device that was asked how many codes differed.
+digests.json has the reference's SHA-256 of each codec's payload, and for each device that was asked how many bytes differed, and where.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import hashlib
 import json
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from bridge.codecs import CODECS
+from bridge.codecs import CODECS, tables
+from bridge.codecs.reference import to_float, unpack_bits
 from bridge.pages import BlockTable, LayerPages, PagedCache
 from bridge.shares import ChunkShare, chunk_share
 from bridge.wire import (
+    CodingKind,
     ContentKind,
     Element,
     Group,
@@ -38,6 +42,7 @@ from bridge.wire import (
     token_digest,
     write_container,
 )
+from bridge.wire.tags import split_runs
 
 DIGESTS = Path(__file__).with_name("digests.json")
 HEADS, HEAD_DIM, BLOCK = 8, 128, 16
@@ -48,14 +53,16 @@ def device_of(name: str) -> Any:
     """A registered device, or the interpreter's, which must be chosen before triton is imported."""
     if name == "interpreted":
         os.environ["TRITON_INTERPRET"] = "1"
-        from tests.conformance.interpreted import InterpretedDevice
+        from tests.conformance.interpreted import EXACT, InterpretedDevice
 
-        return InterpretedDevice()
+        many = dataclasses.replace(EXACT, blocks=32)
+        return InterpretedDevice(1 << 20, lambda operation, codec: many)
     from bridge.devices import open_device
 
     return open_device(name)
 
 
+@functools.lru_cache(1)
 def vectors(tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """K and V, bf16 as u16 [tokens, HEADS, HEAD_DIM]: normal, of magnitudes from 1e-2 to 1e2, a few of zeros."""
     random = np.random.Generator(np.random.PCG64(20261130))
@@ -116,9 +123,67 @@ def packed(device: Any, codec: str, tokens: int, key: bytes = KEY) -> tuple[Mani
     return manifest, payload
 
 
-def codes_apart(a: np.ndarray, b: np.ndarray) -> int:
-    """Bytes that differ, of two payloads; a code's difference also changes its block's tag, eight bytes."""
-    return int(np.count_nonzero(a != b))
+@dataclass(frozen=True)
+class Apart:
+    """Where a payload differs from the reference's, in bytes, and what these are: codes, scalars (norms, scales, zeros) and tags.
+
+    steps: the most that a code is away from the reference's. furthest: of the vectors' elements whose rotated keys have another code, how
+    far at most one is from the border of the two, in standard deviations of a rotated element, in float64.
+    """
+
+    bytes: int = 0
+    codes: int = 0
+    steps: int = 0
+    scalars: int = 0
+    tags: int = 0
+    furthest: float = 0.0
+
+    def __str__(self) -> str:
+        if not self.bytes:
+            return "identical"
+        return (
+            f"{self.bytes} bytes differ: {self.codes} codes by at most {self.steps} step, rotated keys at most {self.furthest:.1e} sigma "
+            f"from the border; {self.scalars} scalars, {self.tags} tags"
+        )
+
+
+def compared(manifest: Manifest, got: np.ndarray, expected: np.ndarray) -> Apart:
+    """Payloads of `vectors`, u8, against one another."""
+    tokens, codec = manifest.end_token, manifest.codecs[0]
+    codes = steps = scalars = tags = 0
+    furthest = 0.0
+    cache, _ = cache_of(tokens, "cpu", filled=False)
+    for (offset, share), first in zip(shares(manifest, cache), range(0, tokens, manifest.chunk_tokens), strict=True):
+        span = share.shares[0].as_span()
+        both = [split_runs(payload[offset : offset + share.nbytes], span) for payload in (got, expected)]
+        tags += int(np.count_nonzero((both[0][1] != both[1][1]).reshape(-1, 8).any(axis=-1)))
+        planes = codec.planes(HEAD_DIM)
+        for side, coding, plane, beside in ((0, codec.key, planes[0], planes[2]), (1, codec.value, planes[1], planes[3])):
+            rows = [blocks[..., plane.offset :][..., : plane.nbytes].reshape(HEADS, -1, plane.row_bytes) for blocks, _ in both]
+            odd = np.argwhere((rows[0] != rows[1]).any(axis=-1))
+            held = [blocks[..., beside.offset :][..., : beside.nbytes].reshape(HEADS, -1, 2) for blocks, _ in both]
+            scalars += int(np.count_nonzero((held[0] != held[1]).any(axis=-1)))
+            for head, row in odd:
+                pair = [np.ascontiguousarray(of[head, row]) for of in rows]
+                if coding.kind in (CodingKind.CODEBOOK, CodingKind.AFFINE):
+                    pair = [unpack_bits(one, coding.bits) for one in pair]
+                values = [one.astype(int) for one in pair]
+                places = np.flatnonzero(values[0] != values[1])
+                codes, steps = codes + places.size, max(steps, int(np.abs(values[0] - values[1]).max()))
+                if coding.kind is CodingKind.CODEBOOK:
+                    x = to_float(vectors(tokens)[side][first + row, head].view(np.uint8), Element.BF16).astype(np.float64)
+                    unit = x @ sign_matrix(HEAD_DIM) / np.sqrt(np.sum(x * x))
+                    border = tables.midpoints(HEAD_DIM, coding.bits)[np.minimum(*values)[places]].astype(np.float64)
+                    furthest = max(furthest, float(np.abs(unit[places] - border * np.sqrt(HEAD_DIM)).max()))
+    return Apart(int(np.count_nonzero(got != expected)), codes, steps, scalars, tags, furthest)
+
+
+def sign_matrix(size: int) -> np.ndarray:
+    """Sylvester's matrix of +-1, float64 [size, size]."""
+    made = np.ones((1, 1))
+    while made.shape[0] < size:
+        made = np.block([[made, made], [made, -made]])
+    return made
 
 
 def _pages(cache: PagedCache) -> list[np.ndarray]:
@@ -132,17 +197,18 @@ def digests(name: str, count: int, write: bool) -> int:
     reference = functools.cache(lambda codec: packed(device_of("cpu-reference"), codec, tokens)[1])
     entry, found = known.setdefault(str(count), {"payloads": {}, "bytes that differ": {}}), {}
     for codec in CODECS:
-        _, payload = packed(device, codec, tokens)
+        manifest, payload = packed(device, codec, tokens)
         digest = hashlib.sha256(payload.tobytes()).hexdigest()
         expected = entry["payloads"].get(codec)
         if expected is None:
             expected = entry["payloads"][codec] = hashlib.sha256(reference(codec).tobytes()).hexdigest()
-        found[codec] = 0 if digest == expected else codes_apart(payload, reference(codec))
-        print(f"{name} {codec}: {'identical' if digest == expected else f'{found[codec]} of {payload.size} bytes differ'}", flush=True)
+        found[codec] = Apart() if digest == expected else compared(manifest, payload, reference(codec))
+        print(f"{name} {codec}, {payload.size} bytes: {found[codec]}", flush=True)
         if write:
-            entry["bytes that differ"][name] = found
+            entry["bytes that differ"][name] = {of: apart.bytes for of, apart in found.items()}
+            entry.setdefault("where", {})[name] = {of: dataclasses.asdict(apart) for of, apart in found.items() if apart.bytes}
             DIGESTS.write_text(json.dumps(known, indent=1) + "\n")
-    return 1 if any(found.values()) else 0
+    return 1 if any(apart.bytes for apart in found.values()) else 0
 
 
 def pack_files(name: str, path: Path, tokens: int = 200) -> int:

@@ -95,6 +95,16 @@ def test_a_file_that_it_packed_lands_by_the_reference(tmp_path: Path) -> None:
         assert identity.land_file("cpu", file) == 0
 
 
+def test_roots_and_reciprocals_are_correctly_rounded(tmp_path: Path) -> None:
+    """A thousandth of what `roots.py` takes in full."""
+    settings = {"CL_CONFIG_CPU_O0_VECTORIZATION": "1", "TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command = [need_environment().python, "-P", "tests/xpu/roots.py", tmp_path, "1024"]
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "PYTHON"))}
+    done = subprocess.run(command, cwd=ROOT, env={**inherited, **settings}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("32768 numbers") == done.stdout.count("0 roots and 0 reciprocals wrong") == 7
+
+
 def test_a_sample_of_the_native_report_is_green(tmp_path: Path) -> None:
     if need_environment().ocloc() is None:
         pytest.fail("Intel's offline compiler is not in the environment; make xpu-env takes it from Debian's packages")
@@ -107,9 +117,36 @@ def test_a_sample_of_the_native_report_is_green(tmp_path: Path) -> None:
     assert all(result["instructions"] > 100 and result["spills"] == 0 for result in results)
 
 
-def test_example_hands_off_to_a_cpu() -> None:
-    done = subprocess.run([sys.executable, "examples/xpu_to_cpu.py", "raw"], cwd=ROOT, capture_output=True, text=True)
+@pytest.mark.parametrize("example", ["xpu_to_cpu.py", "xpu_to_xpu.py"])
+def test_examples_hand_off(example: str) -> None:
+    done = subprocess.run([sys.executable, f"examples/{example}", "raw"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "xpu (emulated)" in done.stdout or "xpu (real)" in done.stdout
+    ends = done.stdout.splitlines()[:2]
+    kinds = ["emulated" if "xpu (emulated): an emulated XPU, no hardware" in end else "real" for end in ends]
+    assert kinds == (["emulated", "real"] if example == "xpu_to_cpu.py" else ["emulated", "emulated"])
     sent, received = (line.split(":", 1)[1].strip() for line in done.stdout.splitlines() if line.startswith("sum of"))
     assert sent == received
+
+
+def test_an_example_whose_other_end_is_missing_says_so_in_one_sentence() -> None:
+    settings = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "examples/xpu_to_cuda.py", "raw"], cwd=ROOT, env=settings, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "CUDA" in done.stderr or "NVIDIA" in done.stderr
+
+
+@pytest.mark.model
+@pytest.mark.timeout(600)
+def test_demonstration_with_an_emulated_prefiller() -> None:
+    """A real model's cache, packed here, over NIXL to a CPU in a second process, which decodes from it."""
+    arguments = ["--prefiller", "xpu-emulated", "--codec", "turboquant_4bit_nc", "--tokens", "8", "--json"]
+    done = subprocess.run([sys.executable, "-m", "bridge", "demo", *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["passed"]
+    assert result["device"].startswith("xpu-emulated (an emulated XPU, no hardware")
+    assert result["device"].endswith("every share so far went through a kernel), decoder: cpu")
+    (row,) = result["rows"]
+    assert row["tokens"] == row["expected"]
+    assert len(row["tokens"]) == 8

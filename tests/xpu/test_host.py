@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import os
 import socket
 import struct
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -15,6 +23,9 @@ from backends.xpu.described import Places, cache_of, layers_as_messages, shares_
 from bridge.codecs import declared
 from bridge.devices import DeviceError, open_device
 from bridge.pages import LayerPages, OpaquePages, PagedCache, PagesDoNotFit, SlotPages
+from bridge.transfer.agent import takes
+from bridge.transfer.level_zero import level_zero_in_ucx
+from bridge.transfer.nixl import NixlAgent
 from tests.conformance.cases import Case, chunks, source
 
 
@@ -122,7 +133,8 @@ def test_architectures(name: str, architecture: str) -> None:
     assert probe.architecture_of(name) == architecture
 
 
-def test_a_host_without_intel_packages_gets_one_sentence_a_device(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+def test_a_host_without_intel_packages_gets_one_sentence_a_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And everything else works: the other devices open, and probe and list."""
     monkeypatch.setenv("KVBRIDGE_XPU_ENV", str(tmp_path))
     monkeypatch.delattr(torch, "xpu", raising=False)
     for device, words in (("xpu", "torch"), ("xpu-emulated", "make xpu-env")):
@@ -131,6 +143,66 @@ def test_a_host_without_intel_packages_gets_one_sentence_a_device(monkeypatch: p
         said = str(failure.value)
         assert "\n" not in said
         assert device in said or "emulated XPU" in said
+    for device in ("cpu", "cpu-reference"):
+        assert open_device(device).probe()
+
+
+@pytest.mark.slow
+def test_the_doctor_says_what_is_missing_for_which_device(tmp_path: Path) -> None:
+    settings = {**os.environ, "KVBRIDGE_XPU_ENV": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-m", "bridge", "doctor"], cwd=environment.ROOT, env=settings, capture_output=True, text=True)
+    lines = {name: [line for line in done.stdout.splitlines() if line.split()[:1] == [name]] for name in ("xpu", "xpu-emulated", "cpu")}
+    assert all(len(found) == 1 for found in lines.values()), done.stdout + done.stderr
+    assert "make xpu-env" in lines["xpu-emulated"][0]
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+class FakeXpu:
+    """What torch.xpu says on a host with one card."""
+
+    def __init__(self, cards: int = 1) -> None:
+        self.cards = cards
+
+    def is_available(self) -> bool:
+        return self.cards > 0
+
+    def device_count(self) -> int:
+        return self.cards
+
+    def get_device_properties(self, index: int) -> SimpleNamespace:
+        return SimpleNamespace(name="Intel(R) Data Center GPU Max 1550", total_memory=64 << 30, driver_version="1.6.31")
+
+
+def test_what_a_card_is_and_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "xpu", "20250302", raising=False)
+    monkeypatch.setattr(torch, "xpu", FakeXpu(0), raising=False)
+    with pytest.raises(DeviceError, match="no Intel GPU is visible here"):
+        probe.find_card(0)
+    monkeypatch.setattr(torch, "xpu", FakeXpu(1))
+    with pytest.raises(DeviceError, match="no xpu:1; 1 are visible"):
+        probe.find_card(1)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DeviceError, match="needs Intel's Triton"):
+        probe.find_card(0)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: importlib.machinery.ModuleSpec(name, None))
+    assert str(probe.find_card(0)) == "Intel(R) Data Center GPU Max 1550 (xpu:0), pvc, driver 1.6.31, 64 GiB"
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.8.10+xpu")
+    assert str(probe.find_card(0)).endswith("64 GiB, Intel's extension for PyTorch 2.8.10+xpu")
+
+
+def test_the_device_says_where_it_stages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from backends.xpu.device import XpuDevice
+    from bridge.counters import Counters
+
+    device = XpuDevice.__new__(XpuDevice)
+    device.card = probe.Card(0, "a card", "", 1 << 30, "1", "")
+    device.torch_device, device.scratch_bytes, device.counters = "xpu:0", 96 << 20, Counters()
+    monkeypatch.setenv("UCX_MODULE_DIR", str(tmp_path))
+    said = device.probe()
+    assert "Ponte Vecchio's launch parameters" in said
+    assert "staged in pinned host memory" in said
+    (tmp_path / "libuct_ze.so").touch()
+    assert f"staged in its own memory, which NIXL can read with {tmp_path}" in device.probe()
 
 
 def test_an_environment_of_an_older_version_is_absent(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
@@ -146,11 +218,34 @@ def test_pins_are_those_of_the_constraints() -> None:
     assert tuple(line for line in lines if not line.startswith("#")) == environment.PINS
 
 
-def test_level_zero_is_found_where_ucx_keeps_modules(tmp_path) -> None:
-    assert probe.level_zero_in_ucx((tmp_path,)) is None
+def test_level_zero_is_found_where_ucx_keeps_modules(tmp_path: Path) -> None:
+    assert level_zero_in_ucx((tmp_path,)) is None
     (tmp_path / "ucx").mkdir()
     (tmp_path / "ucx" / "libuct_ze.so.0").touch()
-    assert probe.level_zero_in_ucx((tmp_path,)) == tmp_path / "ucx" / "libuct_ze.so.0"
+    assert level_zero_in_ucx((tmp_path,)) == tmp_path / "ucx" / "libuct_ze.so.0"
+
+
+def test_nixl_takes_xpu_memory_only_with_level_zero(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"/nowhere::{tmp_path}")
+    monkeypatch.delenv("UCX_MODULE_DIR", raising=False)
+    agent = NixlAgent.__new__(NixlAgent)
+    assert [takes(agent, kind) for kind in ("cpu", "cuda", "xpu")] == [True, True, False]
+    (tmp_path / "libuct_ze.so").touch()
+    assert takes(agent, "xpu")
+
+
+def test_what_the_environment_cannot_get_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No half-made environment counts, whichever source is missing."""
+    monkeypatch.setattr(environment, "PINS", ("kvbridge-no-such-package==1",))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("KVBRIDGE_XPU_ENV", str(tmp_path / "made"))
+    with pytest.raises(environment.SourceMissing, match="Intel's Triton and OpenCL runtime cannot be had, python") as failure:
+        environment.make(tmp_path / "made")
+    assert "\n" not in str(failure.value)
+    assert environment.find_environment() is None
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(environment.SourceMissing, match=r"offline compiler is not here.*--without-ocloc"):
+        environment._need_ocloc(tmp_path)
 
 
 def test_the_report_turns_red() -> None:
@@ -169,6 +264,18 @@ def test_instructions_are_counted() -> None:
 
 def test_every_shipped_configuration_is_inspected() -> None:
     every = native.configurations()
-    assert len(set(every)) == len(every) == 264
+    assert len(set(every)) == len(every) == 424
     assert {one.device for one in native.chosen(20, 1)} == set(native.DEVICES)
     assert native.chosen(20, 1) == native.chosen(20, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", ["cuda_to_cuda.py", "cuda_to_xpu.py"])
+def test_examples_without_an_nvidia_gpu_say_so_in_one_sentence(example: str) -> None:
+    settings = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, f"examples/{example}", "raw"], cwd=environment.ROOT, env=settings, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "CUDA" in done.stderr or "NVIDIA" in done.stderr

@@ -1,7 +1,8 @@
 """The lines of the real XPU's own code that nothing has executed: python -m tests.xpu.unexecuted [--write], on a host without an Intel GPU.
 
-Runs tests/xpu/test_host.py under a tracer that watches only these files; --write puts the list into docs/xpu.md. The code that all
-accelerators share (backends/accelerator, backends/kernels) runs on CUDA and in the emulation, tuning.py in the emulation: not listed.
+Runs tests/xpu/test_host.py, which has a stand-in for torch.xpu, under a tracer that watches only these files; --write puts the list into
+docs/xpu.md. The code that all accelerators share (backends/accelerator, backends/kernels) runs on CUDA and in the emulation, tuning.py in
+the emulation: not listed.
 """
 
 from __future__ import annotations
