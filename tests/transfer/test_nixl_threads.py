@@ -1,7 +1,9 @@
-"""Polling NIXL leaves other threads room."""
+"""Polling NIXL leaves other threads room, and waiting for peers leaves the processor to others."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -31,3 +33,22 @@ def test_other_threads_run_while_bytes_move(make_agent):
         stop.set()
         ticking.join(5)
     assert len(moments) > 0.1 * took / 0.001 * 0.2, f"another thread ran {len(moments)} times in {took:.3f} s"
+
+
+_IDLE = """
+import time
+from bridge.transfer.nixl import NixlAgent
+
+agent = NixlAgent("idle")
+time.sleep(0.2)
+before = time.process_time()
+time.sleep(1.0)
+print(time.process_time() - before)
+agent.close()
+"""
+
+
+def test_an_idle_agent_that_serves_takes_no_processor_time() -> None:
+    done = subprocess.run([sys.executable, "-c", _IDLE], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert float(done.stdout) < 0.2, "the library's thread did not sleep"

@@ -13,6 +13,8 @@ What NIXL 1.5 does, as measured, and what follows from it here:
 * UCX reuses its TCP connection to a peer, and after a silent cut the kernel sends on it again only when its back-off allows: up to as
   long after the cut as that had lasted (measured: 8 s after one of 20 s). So the agent has UCX give up a connection whose bytes were not
   acknowledged for USER_TIMEOUT seconds (`library`), and makes it anew at the next connect.
+* The progress thread never sleeps as the Python API starts it: a core for each agent that serves. Here it sleeps until there is an event
+  (`library`).
 * The progress thread answers the reads of peers, but on the reading side it fights with polling for the worker's lock (TCP, two
   cores: 0.27 instead of 0.86 GB/s). So an agent that only reads should be made with `serves=False`.
 

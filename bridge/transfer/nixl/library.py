@@ -23,6 +23,9 @@ BACKEND = ["UCX"]
 USER_TIMEOUT = 7
 """Seconds after which UCX gives up a TCP connection whose bytes nobody acknowledges: as long as a control channel may be silent. An
 operator's UCX_TCP_USER_TIMEOUT overrides it. Older UCX (1.21's own packages, for one) does not know it."""
+WAKE_MICROSECONDS = 10_000
+"""How long the library's thread sleeps without an event. Its Python API asks for 0, with which the thread never sleeps and each idle agent
+takes a whole core (measured). Some transports of UCX want to be looked at now and then, so it is not for ever."""
 
 _STARTING = threading.Lock()  # environment variables are the process's
 
@@ -109,6 +112,23 @@ def load() -> Any:
     raise AgentUnavailable(detail, remedy=INSTALL)
 
 
+@contextlib.contextmanager
+def _thread_that_sleeps(bindings: Any) -> Iterator[None]:
+    """Agents made in the block have a progress thread that sleeps; where the bindings are of another make, it does as it likes."""
+    config = getattr(bindings, "nixlAgentConfig", None)
+    delay = getattr(config, "pthrDelay", None)
+    if config is None or not isinstance(delay, property) or delay.fset is None:
+        yield
+        return
+    write = delay.fset
+    made = type("nixlAgentConfig", (config,), {"pthrDelay": property(delay.fget, lambda self, _: write(self, WAKE_MICROSECONDS))})
+    bindings.nixlAgentConfig = made
+    try:
+        yield
+    finally:
+        bindings.nixlAgentConfig = config
+
+
 def start(name: str, transports: Sequence[str] | None, serves: bool) -> tuple[Any, ModuleType, str]:
     """(a native agent of that name, the module of its exceptions, a sentence on the transports allowed). Raises AgentUnavailable.
 
@@ -127,9 +147,11 @@ def start(name: str, transports: Sequence[str] | None, serves: bool) -> tuple[An
         variables["UCX_TLS"] = tls
     with _STARTING, UCX_LOG.opened_while_loading(), environment(variables):
         api = load()
+        bindings = importlib.import_module(api.__name__.replace("_api", "_bindings"))
         reason = None
         try:
-            native = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=serves, backends=BACKEND))
+            with _thread_that_sleeps(bindings):
+                native = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=serves, backends=BACKEND))
             if "UCX" not in native.backends:
                 reason = "this NIXL has no UCX back end"
         except Exception as error:  # the bindings raise types of their own and RuntimeError
@@ -140,7 +162,7 @@ def start(name: str, transports: Sequence[str] | None, serves: bool) -> tuple[An
             f"NIXL's UCX back end refuses to start ({allowed}): {reason}",
             remedy="correct UCX_TLS or the configured transports (a host with an NVIDIA GPU needs cuda_copy among them), or " + INSTALL,
         )
-    return native, importlib.import_module(api.__name__.replace("_api", "_bindings")), allowed
+    return native, bindings, allowed
 
 
 _PROBE = """
