@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from bridge.devices import DeviceError, SpanShare
 from bridge.pages import BlockTable, LayerDescription, LayerPages, PagedCache, PagesDoNotFit
 from bridge.wire import BLOCK_TOKENS, CodingKind, Element, SlotCodec, TagKeys
 from bridge.wire.errors import DirtyPadding
-from bridge.wire.tags import report_bad_tags, span_masks, valid_ranges
+from bridge.wire.tags import report_bad_tags, valid_ranges
 
 if sys.byteorder != "little":
     raise DeviceError("the compiled CPU device needs a little-endian host", remedy="use the device cpu-reference")
@@ -85,10 +86,56 @@ def _room(head_dim: int) -> np.ndarray:
     return np.empty((5 * BLOCK_TOKENS + 8) * head_dim, np.uint8)
 
 
-def _tags(share: SpanShare, keys: TagKeys) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Hash keys, valid ranges and masks, as the kernels take them."""
-    span = share.as_span()
-    return np.array(keys.hash_keys(span.block_bytes)), valid_ranges(span), np.array(span_masks(span, keys))
+class Call:
+    """One pack or land: what its shares have in common is worked out once, since a small share's own loop takes less time.
+
+    Several threads use it; what two of them work out at the same time is the same. Arrays are copies that can be written: for others Numba
+    would compile the kernels once more.
+    """
+
+    def __init__(self, cache: PagedCache, table: BlockTable, keys: TagKeys, shares: Sequence[SpanShare]) -> None:
+        self.cache, self.table, self.keys = cache, table, keys
+        self._hash_keys: dict[int, np.ndarray] = {}
+        self._ranges: dict[tuple[int, int, int, int], np.ndarray] = {}
+        self._places: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
+        stretches: list[list[int]] = []
+        for start, count in (_ordinals(share) for share in shares):
+            if stretches and stretches[-1][1] == start:
+                stretches[-1][1] += count
+            else:
+                stretches.append([start, start + count])
+        self._masks = [(start, end, np.array(keys.masks(start, end - start))) for start, end in stretches]
+
+    def tags(self, share: SpanShare) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Hash keys, valid ranges and masks, as the kernels take them."""
+        span = share.span
+        hash_keys = self._hash_keys.get(span.block_bytes)
+        if hash_keys is None:
+            hash_keys = self._hash_keys[span.block_bytes] = np.array(self.keys.hash_keys(span.block_bytes))
+        kind = (span.blocks, span.first_block, span.first_token, span.end_token)
+        ranges = self._ranges.get(kind)
+        if ranges is None:
+            ranges = self._ranges[kind] = valid_ranges(span)
+        first, count = _ordinals(share)
+        start, masks = next((start, masks) for start, end, masks in self._masks if start <= first and first + count <= end)
+        return hash_keys, ranges, masks[first - start : first - start + count].reshape(share.head_count, span.blocks)
+
+    def place(self, share: SpanShare, first: int, end: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """Page ids and positions of tokens [first, end), and the pages' head that is the share's first. Raises PagesDoNotFit."""
+        layer = self.cache.layers[share.model_layer]
+        local = check_share(layer, share, self.cache.first_head)
+        check_table(layer, self.table)
+        kind = (first, end, layer.sides[0].num_pages)
+        found = self._places.get(kind)
+        if found is None:
+            found = self._places[kind] = self.table.locate(*kind)
+        return *found, local
+
+
+def _ordinals(share: SpanShare) -> tuple[int, int]:
+    """(number of the share's first mask, how many masks it has)."""
+    span = share.span
+    return span.first_ordinal + share.head_first * span.blocks, share.head_count * span.blocks
 
 
 def _cut(data: np.ndarray, share: SpanShare) -> np.ndarray:
@@ -109,6 +156,20 @@ def _aligned(data: np.ndarray) -> np.ndarray:
     return data if _is_aligned(data) else data.copy()
 
 
+class Held(NamedTuple):
+    """A share's bytes as the kernels take them. part, room: what `wire` points to."""
+
+    part: np.ndarray
+    room: np.ndarray
+    wire: np.ndarray
+
+
+def held(data: np.ndarray, share: SpanShare) -> Held:
+    """The share's bytes of data[share.offset :] (u8). Raises PagesDoNotFit where they reach past its end."""
+    part, room = _aligned(_cut(data, share)), _room(share.head_dim)
+    return Held(part, room, _wire(part, share, room))
+
+
 def prepare() -> None:
     """Compiles all kernels (some twenty seconds, once a machine), or reads them from numba's cache."""
     none, words = np.zeros(0, np.int64), np.zeros(1, np.uint64)
@@ -119,67 +180,55 @@ def prepare() -> None:
     kernels.land(sides, wires, none, none, 0, 0)
 
 
-def place_share(cache: PagedCache, table: BlockTable, share: SpanShare, first: int, end: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Page ids and positions of tokens [first, end), and the pages' head that is the share's first. Raises PagesDoNotFit."""
-    layer = cache.layers[share.model_layer]
-    local = check_share(layer, share, cache.first_head)
-    check_table(layer, table)
-    pages, positions = table.locate(first, end, layer.sides[0].num_pages)
-    return pages, positions, local
-
-
 def written_range(share: SpanShare, write_first: int, write_end: int) -> tuple[int, int]:
     """The tokens of the share within [write_first, write_end); none where the second is not greater than the first."""
     return max(share.span.first_token, write_first), min(share.span.end_token, write_end)
 
 
-def pack_share(cache: PagedCache, table: BlockTable, share: SpanShare, keys: TagKeys, out: np.ndarray) -> None:
+def pack_share(call: Call, share: SpanShare, out: np.ndarray) -> None:
     """Writes one share's runs into out[share.offset :] (u8). Raises PagesDoNotFit."""
-    span, layer = share.span, cache.layers[share.model_layer]
+    span, layer = share.span, call.cache.layers[share.model_layer]
     if not _plain(layer, share):
-        reference.pack_share(cache, table, share, keys, out)
+        reference.pack_share(call.cache, call.table, share, call.keys, out)
         return
-    place = place_share(cache, table, share, span.first_token, span.end_token)
+    place = call.place(share, span.first_token, span.end_token)
     sides = _sides(layer, share, landing=False)
     part, room = _cut(out, share), _room(share.head_dim)
     data = part if _is_aligned(part) else np.empty(share.nbytes, np.uint8)
     start = span.first_token - span.first_block * BLOCK_TOKENS
-    kernels.pack(sides, _wire(data, share, room), *_tags(share, keys), *place, start)
+    kernels.pack(sides, _wire(data, share, room), *call.tags(share), *place, start)
     if data is not part:
         part[...] = data
 
 
-def verify_share(share: SpanShare, keys: TagKeys, data: np.ndarray) -> None:
-    """Raises BadTag or DirtyPadding unless all blocks of the share in data[share.offset :] (u8) are whole."""
-    part, room = _aligned(_cut(data, share)), _room(share.head_dim)
+def verify_share(call: Call, share: SpanShare, bytes_of: Held) -> None:
+    """Raises BadTag or DirtyPadding unless all blocks of the share are whole."""
     bad = np.zeros((share.head_count, share.span.blocks), np.bool_)
-    dirty = kernels.verify(_wire(part, share, room), *_tags(share, keys), bad)
+    dirty = kernels.verify(bytes_of.wire, *call.tags(share), bad)
     report_bad_tags(bad, share.as_span())
     if dirty:
         raise DirtyPadding("the padding of a tag plane is not zero")
 
 
-def write_share(cache: PagedCache, table: BlockTable, share: SpanShare, data: np.ndarray, write_first: int, write_end: int) -> None:
+def write_share(call: Call, share: SpanShare, bytes_of: Held, data: np.ndarray, write_first: int, write_end: int) -> None:
     """Writes tokens [write_first, write_end) of a share, which the caller has verified, into the pages. Raises PagesDoNotFit."""
     first, end = written_range(share, write_first, write_end)
     if first >= end:
         return
-    layer = cache.layers[share.model_layer]
+    layer = call.cache.layers[share.model_layer]
     if not _plain(layer, share):
-        reference.write_share(cache, table, share, data, write_first, write_end)
+        reference.write_share(call.cache, call.table, share, data, write_first, write_end)
         return
-    place = place_share(cache, table, share, first, end)
+    place = call.place(share, first, end)
     sides = _sides(layer, share, landing=True)
-    part, room = _aligned(_cut(data, share)), _room(share.head_dim)
-    kernels.land(sides, _wire(part, share, room), *place, first - share.span.first_block * BLOCK_TOKENS)
+    kernels.land(sides, bytes_of.wire, *place, first - share.span.first_block * BLOCK_TOKENS)
 
 
-def land_share(
-    cache: PagedCache, table: BlockTable, share: SpanShare, keys: TagKeys, data: np.ndarray, write_first: int, write_end: int
-) -> None:
+def land_share(call: Call, share: SpanShare, data: np.ndarray, write_first: int, write_end: int) -> None:
     """Verifies one share's runs in data[share.offset :] (u8), then writes tokens [write_first, write_end) of it into the pages.
 
     Raises BadTag or DirtyPadding before anything is written, and PagesDoNotFit.
     """
-    verify_share(share, keys, data)
-    write_share(cache, table, share, data, write_first, write_end)
+    bytes_of = held(data, share)
+    verify_share(call, share, bytes_of)
+    write_share(call, share, bytes_of, data, write_first, write_end)

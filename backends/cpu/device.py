@@ -88,6 +88,11 @@ def _parts(share: SpanShare, count: int) -> list[SpanShare]:
     ]
 
 
+def _all_of(work: Callable[[SpanShare], None], shares: Sequence[SpanShare]) -> None:
+    for share in shares:
+        work(share)
+
+
 def _finish(futures: Iterable[Future[None]]) -> None:
     """Waits for all of them, then raises the first error."""
     errors = [error for error in [future.exception() for future in futures] if error is not None]
@@ -132,14 +137,18 @@ class CpuDevice:
             for share in shares:
                 work(share)
         else:
-            _finish([self._pool.submit(work, share) for share in shares])
+            # A stretch of shares to a thread: a thread's turn costs as much as a small share.
+            bounds = [len(shares) * part // (2 * self.threads) for part in range(2 * self.threads + 1)]
+            stretches = [shares[first:end] for first, end in pairwise(bounds) if first < end]
+            _finish([self._pool.submit(_all_of, work, stretch) for stretch in stretches])
 
     def pack(self, cache: PagedCache, table: BlockTable, shares: Sequence[SpanShare], keys: TagKeys, out: np.ndarray) -> None:
+        call = self._compiled.Call(cache, table, keys, shares)
         if len(shares) < self.threads:
             for share in shares:
-                self._compiled.place_share(cache, table, share, share.span.first_token, share.span.end_token)
+                call.place(share, share.span.first_token, share.span.end_token)
             shares = [part for share in shares for part in _parts(share, self.threads)]
-        self._each(lambda share: self._compiled.pack_share(cache, table, share, keys, out), shares)
+        self._each(lambda share: self._compiled.pack_share(call, share, out), shares)
 
     def land(
         self,
@@ -151,15 +160,18 @@ class CpuDevice:
         write_first: int,
         write_end: int,
     ) -> None:
+        call = self._compiled.Call(cache, table, keys, shares)
         if len(shares) >= self.threads:
-            self._each(lambda share: self._compiled.land_share(cache, table, share, keys, data, write_first, write_end), shares)
+            self._each(lambda share: self._compiled.land_share(call, share, data, write_first, write_end), shares)
             return
         # Few shares: each is checked and verified as a whole, then its heads are written in parallel.
         for share in shares:
-            self._compiled.verify_share(share, keys, data)
+            self._compiled.verify_share(call, share, self._compiled.held(data, share))
             first, end = self._compiled.written_range(share, write_first, write_end)
             if first >= end:
                 continue
-            self._compiled.place_share(cache, table, share, first, end)
+            call.place(share, first, end)
             parts = _parts(share, self.threads)
-            self._each(lambda part: self._compiled.write_share(cache, table, part, data, write_first, write_end), parts)
+            self._each(
+                lambda part: self._compiled.write_share(call, part, self._compiled.held(data, part), data, write_first, write_end), parts
+            )

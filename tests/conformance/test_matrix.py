@@ -391,7 +391,7 @@ class _Faulty:
 
     def land(self, cache: PagedCache, table: BlockTable, shares, keys, data: np.ndarray, first: int, end: int) -> None:
         self._device.land(cache, table, shares, keys, data, first, end)
-        codes = cache.layers[shares[0].index].sides[0].codes.view(torch.uint8)
+        codes = cache.layers[shares[0].model_layer].sides[0].codes.view(torch.uint8)
         page, position = table.locate(end - 1, end, codes.shape[0])
         if self._outside:
             page = [number for number in range(codes.shape[0]) if number not in table.pages]
