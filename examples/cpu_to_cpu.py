@@ -15,6 +15,7 @@ import torch
 
 from bridge.codecs import declared
 from bridge.devices import open_device
+from bridge.errors import KVBridgeError
 from bridge.handoff import Decoder, Identity, PeerConfig, Prefiller, Target, Ticket, create_identity
 from bridge.pages import BlockTable, LayerPages, PagedCache
 from bridge.transfer.nixl import NixlAgent
@@ -49,7 +50,10 @@ def checksum(cache: PagedCache, table: BlockTable) -> list[float]:
 
 def decode(folder: Path) -> None:
     """The second process: reads a ticket from standard input, fetches, prints what it has."""
-    order = json.loads(sys.stdin.readline())
+    line = sys.stdin.readline()
+    if not line:
+        return  # the first process is gone, and has said why
+    order = json.loads(line)
     identity = Identity("decode-0", folder / "decode-0.crt", folder / "decode-0.key")
     peers = {"prefill-0": PeerConfig(folder / "prefill-0.crt", "127.0.0.1", order["port"])}
     agent = NixlAgent("decode-0", serves=False)
@@ -99,4 +103,7 @@ if __name__ == "__main__":
         decode(Path(sys.argv[2]))
     else:
         with tempfile.TemporaryDirectory() as made:
-            prefill(Path(made), sys.argv[1] if len(sys.argv) > 1 else "turboquant_4bit_nc")
+            try:
+                prefill(Path(made), sys.argv[1] if len(sys.argv) > 1 else "turboquant_4bit_nc")
+            except KVBridgeError as error:
+                sys.exit(f"{sys.argv[0]}: {error}")

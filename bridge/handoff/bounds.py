@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
+
+from bridge.handoff.errors import BadBounds
 
 Observer = Callable[[str, dict[str, Any]], None]
 """Called as observer(step, details) at each step, from the thread that takes it: for tracing, metrics, and tests that kill processes."""
@@ -31,3 +34,12 @@ class Bounds:
     lease: float = 60.0
     heartbeat: float = 2.0
     silence: float = 7.0
+
+    def __post_init__(self) -> None:
+        """Raises BadBounds for what would end every hand-off, or none."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not 0 < value < math.inf:
+                raise BadBounds(f"{field.name} is {value} s")
+        if self.heartbeat >= self.silence:
+            raise BadBounds(f"a heartbeat every {self.heartbeat} s is no sign of life where {self.silence} s of silence end a connection")

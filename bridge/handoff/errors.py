@@ -56,6 +56,13 @@ class ProtocolError(HandoffError):
     remedy = "compare the versions of both sides"
 
 
+class BadBounds(HandoffError):
+    """Bounds that no hand-off can keep."""
+
+    clause = "bad_bounds"
+    remedy = "give finite seconds greater than 0, and a heartbeat shorter than the silence"
+
+
 class HandoffTimeout(HandoffError):
     """A step of the hand-off took longer than its bound."""
 

@@ -13,9 +13,23 @@ import msgspec
 from bridge.codecs import declared
 from bridge.codecs.errors import UnknownCodec
 from bridge.handoff import Bounds, Identity, PeerConfig
+from bridge.handoff.errors import BadBounds
 from bridge.handoff.staging import Where
 from bridge.transfer.choose import KINDS
 from bridge.vllm.errors import BadConfiguration
+
+
+def _bounds(given: Mapping[str, float]) -> Bounds:
+    known = Bounds.__dataclass_fields__
+    for name in given:
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"the bounds are {', '.join(known)}"
+            raise BadConfiguration(f"bounds has the unknown key {name!r}", remedy=hint)
+    try:
+        return Bounds(**given)
+    except BadBounds as error:
+        raise BadConfiguration(f"bounds: {error.detail}", remedy=error.advice) from None
 
 
 class PeerEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -96,18 +110,26 @@ class ConnectorConfig:
                 raise BadConfiguration(f"kv_connector_extra_config has the unknown key {key!r}", remedy=hint)
         try:
             entries = msgspec.convert(dict(extra), Entries, strict=False)
-            bounds = Bounds(**entries.bounds)
         except (msgspec.ValidationError, TypeError) as error:
             raise BadConfiguration(f"kv_connector_extra_config: {error}") from None
+        bounds = _bounds(entries.bounds)
         for what, value, low, high in (
             ("port", entries.port, 0, 65535),
             ("data_port", entries.data_port, 0, 65535),
+            *((f"the port of {name!r}", peer.port, 0, 65535) for name, peer in entries.peers.items()),
+            *(("a layer of codec_by_layer", layer, 0, 65535) for layer in entries.codec_by_layer),
             ("minimum_gbps", entries.minimum_gbps, 0, 10_000),
             ("staging_bytes", entries.staging_bytes, 1 << 20, 1 << 44),
             ("chunk_tokens", entries.chunk_tokens, 16, 1 << 16),
         ):
             if not low <= value <= high:
                 raise BadConfiguration(f"{what} is {value}, outside {low} to {high}")
+        if not entries.name:
+            raise BadConfiguration("name is empty", remedy="give the name of this host's certificate")
+        if entries.data_port and entries.data_port == entries.port:
+            raise BadConfiguration(
+                f"port and data_port are both {entries.port}", remedy="give each a port of its own, and one more for each TP rank"
+            )
         if entries.chunk_tokens % 16:
             raise BadConfiguration(f"chunk_tokens is {entries.chunk_tokens}, no multiple of 16")
         if entries.staging not in get_args(Where):

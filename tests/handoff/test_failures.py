@@ -369,3 +369,9 @@ def test_a_commit_that_nobody_confirms_is_counted(tmp_path, source, target, monk
     assert eventually(lambda: pair.decoder.counters.snapshot().get("commit_unconfirmed{timeout}") == 1), pair.decoder.counters.snapshot()
     offer.wait(2)
     pair.close()
+
+
+@pytest.mark.parametrize("wrong", [{"lease": 0}, {"claim": -1}, {"silence": float("nan")}, {"connect": float("inf")}, {"heartbeat": 7}])
+def test_bounds_that_no_hand_off_can_keep(wrong):
+    with pytest.raises(errors.BadBounds, match=next(iter(wrong))):
+        Bounds(**wrong)

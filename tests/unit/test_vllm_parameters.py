@@ -118,7 +118,13 @@ def test_defaults(entries):
         ("certificate", "/nowhere.crt", "/nowhere.crt"),
         ("peers", {"prefill-0": {}}, "certificate"),
         ("peers", {"prefill-0": {"certificate": "x", "adress": "y"}}, "adress"),
-        ("bounds", {"leese": 3}, "leese"),
+        ("bounds", {"leese": 3}, "did you mean 'lease'"),
+        ("bounds", {"lease": -1}, "lease is -1"),
+        ("bounds", {"silence": float("nan")}, "silence is nan"),
+        ("bounds", {"silence": 1, "heartbeat": 5}, "no sign of life"),
+        ("name", "", "name is empty"),
+        ("peers", {"prefill-0": {"certificate": "x", "port": 99999}}, "port of 'prefill-0'"),
+        ("codec_by_layer", {"-1": "raw"}, "codec_by_layer"),
         ("lossy_prefix_cache", "perhaps", "lossy_prefix_cache"),
     ],
 )
@@ -126,6 +132,11 @@ def test_wrong_configurations(entries, key, value, says):
     with pytest.raises(BadConfiguration) as caught:
         ConnectorConfig.parse({**entries, key: value})
     assert says in f"{caught.value.detail} {caught.value.advice}"
+
+
+def test_two_ports_are_not_one(entries):
+    with pytest.raises(BadConfiguration, match="both 7700"):
+        ConnectorConfig.parse({**entries, "port": 7700, "data_port": 7700})
 
 
 @pytest.mark.parametrize("key", ["name", "certificate", "private_key", "peers"])
