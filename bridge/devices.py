@@ -140,6 +140,15 @@ class DeviceWithMemory(Device, Protocol):
         """Makes the device the calling thread's, for transfer libraries that ask for that."""
         ...
 
+    def mark(self) -> object:
+        """The point that the engine's work has reached on the calling thread's queue."""
+        ...
+
+
+@runtime_checkable
+class PlansLandings(Protocol):
+    """A device that can work out a landing before its bytes are there. Not a part of DeviceWithMemory: a device may be that without it."""
+
     def landing(
         self,
         cache: PagedCache,
@@ -153,12 +162,9 @@ class DeviceWithMemory(Device, Protocol):
     ) -> Callable[[], None]:
         """`land` in two steps: everything that can be checked and worked out before the bytes are there; the returned call does the rest.
 
-        `data` is not read before that call. Raises PagesDoNotFit at once, BadTag and DirtyPadding in the call.
+        Neither pages nor `data` are read or written before that call: a plan may still be at work when its hand-off has failed. Raises
+        PagesDoNotFit at once, BadTag and DirtyPadding in the call.
         """
-        ...
-
-    def mark(self) -> object:
-        """The point that the engine's work has reached on the calling thread's queue."""
         ...
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -108,10 +109,19 @@ class Routes:
         self._found: dict[tuple, Known] = {}
         self._codecs: dict[SlotCodec, SlotCodec] = {}
         self._alike: dict[tuple, int] = {}
+        self._learning = threading.Lock()
 
     def of(self, layer: LayerDescription, share: SpanShare, codec: SlotCodec, landing: bool) -> Known:
         """codec: the share's, `canonical`. Raises PagesDoNotFit for pages of another device."""
         key = (id(layer), id(codec), share.head_dim, share.key_scale, share.value_scale, landing)
+        found = self._found.get(key)
+        if found is None:
+            with self._learning:
+                found = self._learned(key, layer, share, codec, landing)
+        return found
+
+    def _learned(self, key: tuple, layer: LayerDescription, share: SpanShare, codec: SlotCodec, landing: bool) -> Known:
+        """Looks a route up. One thread at a time: two must not give unlike kinds of layers one number."""
         found = self._found.get(key)
         if found is None:
             if len(self._found) >= 1 << 12:

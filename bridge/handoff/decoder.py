@@ -8,18 +8,19 @@ import contextlib
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from bridge.counters import Counters
-from bridge.devices import Device, DeviceWithMemory, engine_order
+from bridge.devices import Device, DeviceWithMemory, PlansLandings, engine_order
 from bridge.errors import KVBridgeError
 from bridge.handoff import messages
 from bridge.handoff.bounds import Bounds, Observer, ignore
 from bridge.handoff.channel import Channel
 from bridge.handoff.compatibility import check_chunks, check_fits, check_lossless, check_ticket
 from bridge.handoff.errors import (
+    BadBounds,
     Cancelled,
     CannotConnect,
     HandoffError,
@@ -136,6 +137,8 @@ class Decoder:
         chunks_in_flight: int = 2,
         observe: Observer = ignore,
     ) -> None:
+        if chunks_in_flight < 1:
+            raise BadBounds(f"{chunks_in_flight} chunks in flight bring nothing in", remedy="take at least one")
         self.identity, self.device, self.agent, self.bounds, self.observe = identity, device, agent, bounds, observe
         self.counters = Counters()
         self._peers = dict(peers)
@@ -150,7 +153,7 @@ class Decoder:
         self._landing = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="kvbridge-land", initializer=attach)
         self._resources = Resources(
             device=device,
-            planner=device if isinstance(device, DeviceWithMemory) else None,
+            planner=device if isinstance(device, PlansLandings) else None,
             staging=next(iter(self._staging.values())),
             turn=asyncio.Lock(),
             landing=self._landing,
@@ -251,8 +254,16 @@ class Decoder:
             raise
         # From here on the decoder has everything: whether the prefiller hears of it changes nothing for the request, which does not wait.
         name = _lease_at(link, ticket)
-        self._committing[name] = asyncio.create_task(self._commit(link, receiving, ticket))
-        self._committing[name].add_done_callback(lambda _: self._committing.pop(name, None))
+        task = self._committing[name] = asyncio.create_task(self._commit(link, receiving, ticket))
+
+        def committed(done: asyncio.Task[None]) -> None:
+            # Here and not in the task, which may be cancelled before its first step.
+            self._committing.pop(name, None)
+            link.forget(ticket)
+            if done.cancelled():
+                self.counters.add("commit_unconfirmed", Cancelled.clause)
+
+        task.add_done_callback(committed)
         return Received(move.wanted.manifest, move.nbytes, time.perf_counter() - start, move.transfer_seconds, move.land_seconds)
 
     async def _commit(self, link: Link, receiving: Receiving, ticket: Ticket) -> None:
@@ -264,11 +275,6 @@ class Decoder:
             self.observe("released", {})
         except HandoffError as error:
             self.counters.add("commit_unconfirmed", error.clause)
-        except asyncio.CancelledError:
-            self.counters.add("commit_unconfirmed", Cancelled.clause)
-            raise
-        finally:
-            link.forget(ticket)
 
     async def _take(
         self, link: Link, claimed: Claimed, receiving: Receiving, ticket: Ticket, target: Target, order: dict[str, Any]
@@ -295,7 +301,7 @@ class Decoder:
         return move
 
     async def _end_commits(self) -> None:
-        if self._committing:
+        while self._committing:
             await asyncio.wait(list(self._committing.values()))
 
     async def _decline(self, ticket: Ticket, model_digest: bytes, reason: str) -> None:
@@ -319,7 +325,7 @@ class Decoder:
             if link.endpoint.failure is None:
                 return link
             del self._links[name, rank]  # a data port that has failed stays so: everything is connected anew
-            await link.channel.close()
+            self._keep(link.retire())
         connecting = self._connecting.get((name, rank))
         if connecting is None:
             connecting = self._connecting[name, rank] = asyncio.create_task(self._open(name, rank, peer))
@@ -335,10 +341,14 @@ class Decoder:
             link = self._links[name, rank] = await self._connect(name, replace(peer, port=peer.port + rank))
         finally:
             del self._connecting[name, rank]
-        task = asyncio.create_task(link.run())
+        self._keep(link.run())
+        return link
+
+    def _keep(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Runs it beside everything else, until it ends or the decoder is closed."""
+        task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return link
 
     def _stage_for(self, name: str, device: str) -> None:
         """Sees to staging of the kind that a prefiller has: between a device's memory and the host's, transfers are slow (0.4 GB/s)."""

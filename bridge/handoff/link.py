@@ -16,6 +16,8 @@ from bridge.handoff.messages import from_u64, u64
 from bridge.handoff.ticket import Ticket
 from bridge.transfer.agent import Peer, RemoteMemory
 
+_RETIRING_INTERVAL = 0.02
+
 
 @dataclass(frozen=True)
 class Claimed:
@@ -158,6 +160,14 @@ class Link:
     def forget(self, ticket: Ticket) -> None:
         """Ignores what the prefiller may still say about this lease."""
         self._receiving.pop((ticket.lease, ticket.generation), None)
+
+    async def retire(self) -> None:
+        """Closes the connection when no hand-off needs it any more, at the latest after `claim` seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.bounds.claim):
+                while self._receiving and self.lost is None:
+                    await asyncio.sleep(_RETIRING_INTERVAL)
+        await self.channel.close()
 
     async def taken(self, ticket: Ticket, chunk: int) -> None:
         """Tells that a chunk's bytes have arrived."""

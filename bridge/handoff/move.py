@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from bridge.counters import Counters
-from bridge.devices import Buffer, Device, DeviceWithMemory
+from bridge.devices import Buffer, Device, PlansLandings
 from bridge.handoff.bounds import Bounds, Observer
 from bridge.handoff.errors import StagingFull
 from bridge.handoff.link import Link, Receiving
@@ -39,7 +39,7 @@ class Resources:
     """
 
     device: Device
-    planner: DeviceWithMemory | None
+    planner: PlansLandings | None
     staging: Staging
     turn: asyncio.Lock
     landing: ThreadPoolExecutor
@@ -204,7 +204,8 @@ class Move:
         else:
             self._resources.counters.add("quarantined")
             _forget(incoming.plan)
-            self._resources.staging.pool.quarantine(incoming.extent, lambda: _settled(incoming.transfer))
+            # The transfer alone: the plan holds the engine's pages, which may be wanted back before the last byte has come.
+            self._resources.staging.pool.quarantine(incoming.extent, partial(_settled, incoming.transfer))
 
     def _drop(self, incoming: Incoming) -> None:
         """Of a chunk that has arrived, or of which nothing can arrive any more."""

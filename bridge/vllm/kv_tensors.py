@@ -68,7 +68,7 @@ def check_order(tensor: torch.Tensor, dtype: torch.dtype, cache_dtype: str, on_c
     blocks, dim, element = 3, twice // 2, page_element(tensor, cache_dtype)
     pages = torch.zeros((blocks, heads, block_size, twice), dtype=tensor.dtype)
     generator = torch.Generator().manual_seed(1)
-    slots = torch.randperm(blocks * block_size, generator=generator)[: block_size + 5]
+    slots = torch.randperm(blocks * block_size, generator=generator)
     # Whole numbers from -8 to 8 are exact in every type that a cache can have.
     key, value = (torch.randint(-8, 9, (len(slots), heads, dim), generator=generator).to(dtype) for _ in "kv")
     halves = pages.view(blocks, heads, 2 * block_size, dim).chunk(2, dim=2)

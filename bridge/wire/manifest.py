@@ -204,12 +204,13 @@ def _check(m: Manifest) -> None:
     for layer in m.layers:
         bounded(layer.index, previous + 1, 2**16 - 1, errors.LayerOrder, "a layer's index")
         previous = layer.index
-        # Layers are mostly alike: what one has passed, the next need not. 1.0 is equal to 1, but no position.
-        like = (layer.group, layer.codec, layer.key_scale, layer.value_scale, type(layer.group), type(layer.codec))
-        if like in passed:
-            continue
         bounded(layer.group, 0, len(m.groups) - 1, errors.BadReference, "a layer's group")
         bounded(layer.codec, 0, len(m.codecs) - 1, errors.BadReference, "a layer's codec")
+        # Layers are mostly alike: what one has passed, the next need not.
+        scales = (layer.key_scale, layer.value_scale) if type(layer.key_scale) is type(layer.value_scale) is float else None
+        like = (layer.group, layer.codec, scales)
+        if scales is not None and like in passed:
+            continue
         codec = m.codecs[layer.codec]
         group = m.groups[layer.group]
         codec.check_head_dim(group.head_dim)

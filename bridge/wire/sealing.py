@@ -251,7 +251,7 @@ def _parse(body: bytes) -> Manifest:
         chunk_tokens=chunk_tokens,
         groups=tuple(_parse_group(r) for r in _records(sections[Section.GROUPS], _GROUP.size, MAX_GROUPS, Section.GROUPS)),
         codecs=tuple(SlotCodec.from_bytes(r) for r in _records(sections[Section.CODECS], 2 * CODING_BYTES, MAX_CODECS, Section.CODECS)),
-        layers=_parse_layers(sections[Section.LAYERS]),
+        layers=_parse_layers(bytes(sections[Section.LAYERS])),
         shard=Shard(*_fixed(sections[Section.SHARD], _SHARD, Section.SHARD)),
         minor=minor,
     )

@@ -1,10 +1,15 @@
 """Several chunks of one payload are on their way at a time, and their landing is planned meanwhile; however it ends, nothing is left."""
 
+import asyncio
 import gc
+import weakref
 
 import pytest
 
-from bridge.handoff import Bounds, Target, errors
+from backends.cpu.device import CpuReferenceDevice
+from bridge.devices import DeviceWithMemory, PlansLandings
+from bridge.handoff import Bounds, Decoder, Target, errors
+from bridge.handoff.link import Link
 from bridge.pages import PagesDoNotFit
 from bridge.transfer.errors import TransferTimeout
 from tests.handoff.pair import MODEL, Pair, block_table, manifest, paged_cache, tokens_of
@@ -133,3 +138,76 @@ def test_a_plan_that_fails_fails_the_hand_off(ends, caplog):  # noqa: F811
     assert eventually(lambda: decoder.staging()[0] == 0)
     gc.collect()
     assert not caplog.records, "an exception of a plan that nobody asked for was reported as overlooked"
+
+
+def test_no_chunk_in_flight_is_refused(pair):
+    with pytest.raises(errors.BadBounds, match="0 chunks"):
+        Decoder(pair.decode_identity, {}, CpuReferenceDevice(), pair.agent, staging_bytes=1 << 20, chunks_in_flight=0)
+
+
+def test_memory_in_quarantine_keeps_no_pages(pair, source):
+    offer, made = parked(pair, source), (paged_cache(64, 4, seed=None), block_table(64, 4, 3))
+    alive = weakref.ref(made[0].layers[0].key)
+    pair.agent.gate.clear()
+    fetch = pair.decoder.start(offer.ticket, pair.target(*made))
+    assert eventually(lambda: pair.steps.count("decoder reading") == 2)
+    fetch.cancel()
+    with pytest.raises(errors.Cancelled):
+        fetch.result(5)
+    del fetch, made
+    assert eventually(lambda: gc.collect() >= 0 and alive() is None)
+    assert pair.decoder.quarantined() > 0
+    pair.agent.gate.set()
+    assert eventually(lambda: pair.decoder.quarantined() == 0)
+
+
+def test_a_device_with_memory_need_not_plan(ends):  # noqa: F811
+    def land(self, *arguments, after=None) -> None:
+        self.afters.append(after)
+        CpuReferenceDevice.land(self, *arguments)
+
+    # As a device was written before landings could be planned.
+    kept = {name: value for name, value in vars(ToyDevice).items() if name not in ("landing", "__dict__", "__weakref__")}
+    device = type("Earlier", (CpuReferenceDevice,), {**kept, "land": land, "pack": PackingEarlier.pack})()
+    assert isinstance(device, DeviceWithMemory)
+    assert not isinstance(device, PlansLandings)
+    agent, offer, _, fetch, source, target = started(ends, device)
+    agent.gate.set()
+    fetch.result(5)
+    offer.wait(2)
+    assert (tokens_of(*target, TOKENS) == tokens_of(*source, TOKENS)).all()
+    assert None not in device.afters
+
+
+class PackingEarlier:
+    def pack(self, *arguments, after=None) -> None:
+        self.afters.append(after)
+        CpuReferenceDevice.pack(self, *arguments)
+
+
+def test_a_data_port_that_failed_takes_no_other_hand_off_with_it(pair, source, target):
+    first = parked(pair, source)
+    pair.agent.gate.clear()
+    running = pair.decoder.start(first.ticket, pair.target(*target))
+    assert eventually(lambda: pair.steps.count("decoder reading") == 2)
+    next(iter(pair.decoder._links.values())).endpoint.failure = "the test says so"
+    second = pair.prefiller.offer(manifest("other", TOKENS), *source)
+    second.advance(TOKENS)
+    other = pair.decoder.start(second.ticket, pair.target(paged_cache(64, 4, seed=None), block_table(64, 4, 3)))
+    assert eventually(lambda: pair.steps.count("decoder connected") == 2)
+    pair.agent.gate.set()
+    running.result(5)
+    other.result(5)
+    first.wait(2)
+    second.wait(2)
+    assert "commit_unconfirmed" not in " ".join(pair.decoder.counters.snapshot())
+
+
+def test_a_commit_that_is_cut_short_is_counted(pair, source, target, monkeypatch):
+    async def never(self, ticket):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Link, "commit", never)
+    pair.decoder.fetch(parked(pair, source).ticket, pair.target(*target))
+    pair.decoder.close()
+    assert pair.decoder.counters.snapshot()["commit_unconfirmed{cancelled}"] == 1

@@ -244,10 +244,12 @@ class NixlAgent:
         while True:
             with self._lock:
                 self._living()
-                for transfer in self._reads.of(native_name):
-                    self._reads.advance(transfer)
+                for transfer in self._reads.given_up(native_name):
+                    self._reads.advance(transfer)  # which may find out that the endpoint has failed
                 if native_name not in self._broken:
                     return
+                for transfer in self._reads.of(native_name):
+                    self._reads.advance(transfer)
                 if not self._reads.of(native_name):
                     self._unload(native_name)
                     return

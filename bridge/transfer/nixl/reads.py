@@ -98,6 +98,10 @@ class Reads:
         """Reads from one remote agent."""
         return [transfer for transfer in self._active + self._quarantine if transfer._peer._native == native_name]
 
+    def given_up(self, native_name: str) -> list[NixlTransfer]:
+        """Those of them that nobody polls any more."""
+        return [transfer for transfer in self._quarantine if transfer._peer._native == native_name]
+
     def into(self, target: NixlRegistration) -> bool:
         """Whether a read may still write into this memory."""
         return any(transfer._target is target for transfer in self._active + self._quarantine)
@@ -149,19 +153,19 @@ class Reads:
             except Exception as error:  # the bindings raise types of their own
                 self._fail(transfer, said(error))
                 return
-            transfer._waiting.pop()
             transfer._posted = True
+            # In flight before it is off the waiting list: `settled` is asked without the lock, and must not find both empty.
+            transfer._in_flight.append(handle)
+            transfer._waiting.pop()
             try:
                 state = native.transfer(handle)
             except Exception as error:
                 # some of its descriptors may have been posted before the error, so the handle must settle like any other
                 self._fail(transfer, said(error))
-                transfer._in_flight.append(handle)
                 return
             if state == "DONE":
                 native.release_xfer_handle(handle)
-            else:
-                transfer._in_flight.append(handle)
+                transfer._in_flight.remove(handle)
 
     def poll(self, transfer: NixlTransfer) -> None:
         """As `advance`, unless another thread holds the lock for longer."""
