@@ -133,10 +133,10 @@ class SlowDevice(CpuReferenceDevice):
     """Lands when the test says so."""
 
     def __init__(self):
-        self.landing, self.go = threading.Event(), threading.Event()
+        self.entered, self.go = threading.Event(), threading.Event()
 
     def land(self, *arguments, **more):
-        self.landing.set()
+        self.entered.set()
         self.go.wait(10)
         super().land(*arguments, **more)
 
@@ -149,7 +149,7 @@ def test_cancelling_twice_does_not_give_pages_back_that_are_being_written(pair, 
     offer = pair.prefiller.offer(manifest("r", TOKENS), *source)
     offer.advance(TOKENS)
     fetch = decoder.start(offer.ticket, pair.target(*target))
-    assert device.landing.wait(5)
+    assert device.entered.wait(5)
     for _ in range(3):
         fetch.cancel()
         time.sleep(0.05)
