@@ -79,6 +79,7 @@ class Healed:
     failed_after: tuple[str, ...] = ()
     seconds: float = float("inf")
     staging: int = -1
+    settled: float = 0.0
 
 
 def live_through(net, folder, kind, port, idle, ready, healed):
@@ -112,7 +113,10 @@ def live_through(net, folder, kind, port, idle, ready, healed):
             failed.append(answer["failed"])
             seed += 1
         found.failed_after = tuple(failed)
-        found.staging = decoder.order(state=True)["staging"]
+        # What was under way in the cut may settle after the first hand-off that is right.
+        while (staging := decoder.order(state=True)["staging"]) and time.monotonic() - start < 40:
+            time.sleep(0.2)
+        found.staging, found.settled = staging, time.monotonic() - start
     return found
 
 
