@@ -149,6 +149,7 @@ class Accelerator:
         self, cache: PagedCache, table: BlockTable, shares: Sequence[SpanShare], keys: TagKeys, out: Buffer, after: Any = None
     ) -> None:
         """See bridge.devices.Device. out: host memory (NumPy) or this device's (torch). Raises PagesDoNotFit."""
+        self._refuse(cache, shares)
         point = self.mark() if after is None else after
         buffer = self._buffer(out, writable=True)
         work = gather(cache, table, shares, self._routes, buffer.numel(), write=None)
@@ -204,7 +205,8 @@ class Accelerator:
         write_end: int,
         after: Any = None,
     ) -> Callable[[], None]:
-        """See bridge.devices.DeviceWithMemory."""
+        """See bridge.devices.PlansLandings."""
+        self._refuse(cache, shares)
         point = self.mark() if after is None else after
         buffer = self._buffer(data, writable=False)
         write = (write_first, write_end)
@@ -246,6 +248,9 @@ class Accelerator:
             found = lane.read(words[work.result : work.result + 8])
             if found[4] or found[6]:
                 raise BadTag("the payload changed while it was landed, after its tags had been found right")
+
+    def _refuse(self, cache: PagedCache, shares: Sequence[SpanShare]) -> None:
+        """Raises PagesDoNotFit for pages that a vendor's card holds in another form than they are described; none here."""
 
     # Buffers.
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from backends.cuda.probe import expandable_segments, find_card
-from bridge.devices import Buffer, DeviceError, SpanShare
-from bridge.pages import BlockTable, PagedCache, PagesDoNotFit, SlotPages
-from bridge.wire import CodingKind, TagKeys
+from bridge.devices import DeviceError, SpanShare
+from bridge.pages import PagedCache, PagesDoNotFit, SlotPages
+from bridge.wire import CodingKind
 
 try:
     from backends.accelerator.device import Accelerator, Staging
@@ -42,27 +42,7 @@ class CudaDevice(Accelerator):
             )
         return super().allocate_memory(nbytes)
 
-    def pack(
-        self, cache: PagedCache, table: BlockTable, shares: Sequence[SpanShare], keys: TagKeys, out: Buffer, after: Any = None
-    ) -> None:
-        self._refuse_e4b15(cache, shares)
-        super().pack(cache, table, shares, keys, out, after)
-
-    def landing(
-        self,
-        cache: PagedCache,
-        table: BlockTable,
-        shares: Sequence[SpanShare],
-        keys: TagKeys,
-        data: Buffer,
-        write_first: int,
-        write_end: int,
-        after: Any = None,
-    ) -> Callable[[], None]:
-        self._refuse_e4b15(cache, shares)
-        return super().landing(cache, table, shares, keys, data, write_first, write_end, after)
-
-    def _refuse_e4b15(self, cache: PagedCache, shares: Sequence[SpanShare]) -> None:
+    def _refuse(self, cache: PagedCache, shares: Sequence[SpanShare]) -> None:
         """vLLM's slots with fp8 keys are not E4M3FN on cards before 8.9. Pages of floats, and fp8 pages, are unaffected: the kernels cast
         by integer arithmetic. Raises PagesDoNotFit.
         """

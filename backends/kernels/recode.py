@@ -28,6 +28,7 @@ from backends.kernels.rotation import (
     root,
     sum_of_squares,
 )
+from backends.kernels.slots import check_slots
 from backends.kernels.streams import filled_columns, group_codes, word_columns, words_of_bytes, words_of_groups
 from backends.kernels.tags import range_tag, report_tags, sum_blocks, tag_products
 from bridge.wire import CodingKind, Element, SlotCodec
@@ -177,11 +178,7 @@ def recode_slots(
     element: of K and V in the payload, BF16, FP16 or FP32. tuning: pack's for that preset. The slots are those that pack and
     land_slots would make. Raises PagesDoNotFit.
     """
-    plan.check_launch(slots, span, block_table, first_head + heads, runs, payload)
-    if codec.key.kind not in (CodingKind.FP8, CodingKind.CODEBOOK) or codec.value.kind is not CodingKind.AFFINE:
-        raise plan.PagesDoNotFit("slots of another coding than the TurboQuant presets")
-    if codec.slot_bytes(slots.head_dim) != 2 * slots.anchor.shape[-1]:
-        raise plan.PagesDoNotFit(f"slots of {2 * slots.anchor.shape[-1]} bytes, the codec's have {codec.slot_bytes(slots.head_dim)}")
+    check_slots(slots, block_table, span, codec, first_head + heads, runs, payload)
     device = str(payload.device)
     rotates = codec.key.kind is CodingKind.CODEBOOK
     matrix_units = tuning.matrix and rotates and element is not Element.FP32

@@ -219,13 +219,13 @@ def slots_kernel(
         store_tags(payload, tag_word, exists_block, nb, tag, block, TB)
 
 
-def _check(
+def check_slots(
     slots: Slots, block_table: torch.Tensor, span: Span, codec: SlotCodec, heads: int, runs: torch.Tensor, payload: torch.Tensor
 ) -> None:
-    """heads: that the pages have to have. Raises PagesDoNotFit."""
+    """codec: the slots'. heads: that the pages have to have. Raises PagesDoNotFit."""
     plan.check_launch(slots, span, block_table, heads, runs, payload)
     if codec.key.kind not in (CodingKind.FP8, CodingKind.CODEBOOK) or codec.value.kind is not CodingKind.AFFINE:
-        raise PagesDoNotFit("vLLM slots hold the TurboQuant presets, this payload's codec is another")
+        raise PagesDoNotFit("vLLM slots hold the TurboQuant presets, this codec is another")
     if codec.slot_bytes(slots.head_dim) != 2 * slots.anchor.shape[-1]:
         raise PagesDoNotFit(f"slots of {2 * slots.anchor.shape[-1]} bytes, the codec's have {codec.slot_bytes(slots.head_dim)}")
 
@@ -276,7 +276,7 @@ def pack_slots(
     first_head: int = 0,
 ) -> None:
     """pack.pack_pages for pages that hold slots of the payload's own preset: the same bytes. Raises PagesDoNotFit."""
-    _check(slots, block_table, span, codec, first_head + heads, runs, payload)
+    check_slots(slots, block_table, span, codec, first_head + heads, runs, payload)
     _launch(slots, block_table, span, codec, heads, runs, payload, keys, masks, masks, tuning, (span.first, span.end), first_head, False)
 
 
@@ -298,7 +298,7 @@ def land_slots(
     first_head: int = 0,
 ) -> None:
     """land.land_pages for pages that hold slots of the payload's own preset: the same bytes. Raises PagesDoNotFit."""
-    _check(slots, block_table, span, codec, first_head + heads, runs, payload)
+    check_slots(slots, block_table, span, codec, first_head + heads, runs, payload)
     write = (write_first, span.end if write_end is None else write_end)
     if tuning.together and in_page_order(slots, span, codec, heads):
         land_in_page_order(slots, block_table, span, codec, runs, payload, keys, masks, result, tuning, write)

@@ -63,14 +63,14 @@ def test_slots_with_e4b15_keys_are_refused(capability: tuple[int, int], preset: 
     case = Case(preset, first=0, end=16, layers=(0,), heads=1)
     floats = source(case)
     (share,) = chunks(case.manifest(), floats.cache)
-    device._refuse_e4b15(floats.cache, share.shares)
+    device._refuse(floats.cache, share.shares)
     size = share.shares[0].codec.slot_bytes(case.head_dim)
     slots = PagedCache({0: SlotPages.rows(torch.zeros(2, 16, 1, size, dtype=torch.uint8), declared(preset), case.head_dim)})
     if refused:
         with pytest.raises(PagesDoNotFit, match="E4B15"):
-            device._refuse_e4b15(slots, share.shares)
+            device._refuse(slots, share.shares)
     else:
-        device._refuse_e4b15(slots, share.shares)
+        device._refuse(slots, share.shares)
 
 
 def test_agents_say_whose_memory_they_take() -> None:
