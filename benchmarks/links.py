@@ -83,15 +83,21 @@ class Network:
         for side, name in self.names.items():
             _run("ip", "-n", name, "link", "set", self.devices[side], "up" if state else "down")
 
-    def shape(self, rate: str | None) -> None:
-        """Both directions. rate: as tc writes it, such as 1gbit; None: unshaped."""
+    def silence(self, state: bool) -> None:
+        """Packets go to a station that does not exist, in both directions; or to the right one again. Nobody is told: TCP backs off."""
+        for role, other in (("prefiller", "decoder"), ("decoder", "prefiller")):
+            neighbour, where = HOSTS[other], ("dev", self.devices[role])
+            wrong = ("replace", neighbour, "lladdr", "02:00:00:00:00:99", *where, "nud", "permanent")
+            _run("ip", "-n", self.names[role], "neigh", *(wrong if state else ("del", neighbour, *where)))
+
+    def shape(self, rate: str | None, burst: str = "256kb") -> None:
+        """Both directions. rate, burst: as tc writes them, such as 1gbit and 256kb; None: unshaped."""
         for side, name in self.names.items():
             where = ("-n", name, "qdisc")
             if rate is None:
                 subprocess.run(["tc", *where, "del", "dev", self.devices[side], "root"], capture_output=True)
             else:
-                burst = ("burst", "256kb", "latency", "50ms")
-                _run("tc", *where, "replace", "dev", self.devices[side], "root", "tbf", "rate", rate, *burst)
+                _run("tc", *where, "replace", "dev", self.devices[side], "root", "tbf", "rate", rate, "burst", burst, "latency", "50ms")
 
     def remove(self) -> None:
         for name in self.names.values():

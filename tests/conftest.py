@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 
 MARKERS = {
@@ -13,8 +15,12 @@ MARKERS = {
     "vllm": "starts vLLM engines; needs an environment with vLLM (make vllm-env)",
     "boots": "starts engines of further configurations: 20 seconds to two minutes each",
     "netns": "needs network namespaces: root, ip and tc",
+    "ucxx": "of the ucx agent alone; needs ucxx",
     "avx512": "needs a processor with AVX-512 or AMX",
 }
+
+NEEDS = ("cuda", "xpu", "xpu_emulated", "vllm", "netns", "ucxx")
+"""Those that a machine may lack; tests/vllm looks for AVX-512 itself, in the processor that its engines run on."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,12 +42,13 @@ def _absent() -> set[str]:
         "xpu_emulated": find_environment() is not None,
         "vllm": vllm_python() is not None,
         "netns": why_not() is None,
+        "ucxx": importlib.util.find_spec("ucxx") is not None,
     }
     return {name for name, there in present.items() if not there}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    hardware = {name for name in ("cuda", "xpu", "xpu_emulated", "vllm", "netns") for item in items if item.get_closest_marker(name)}
+    hardware = {name for name in NEEDS for item in items if item.get_closest_marker(name)}
     absent = hardware and _absent() & hardware
     if absent:
         out = [item for item in items if any(item.get_closest_marker(name) for name in absent)]

@@ -34,15 +34,6 @@ TOKENS = 4096
 CLAUSES = ("peer_lost", "transfer_failed", "transfer_timeout", "timeout", "cannot_connect")
 
 
-def cut(net, away):
-    """Packets go to a station that does not exist, in both directions; or to the right one again."""
-    for role, other in (("prefiller", "decoder"), ("decoder", "prefiller")):
-        neighbour, where = links.HOSTS[other], ("dev", net.devices[role])
-        wrong = ("replace", neighbour, "lladdr", "02:00:00:00:00:99", *where, "nud", "permanent")
-        command = wrong if away else ("del", neighbour, *where)
-        subprocess.run(["ip", "-n", net.names[role], "neigh", *command], check=True)
-
-
 class Served:
     """A process in a namespace that obeys orders (tests/faults/serving.py)."""
 
@@ -136,9 +127,9 @@ def test_every_agent_is_used_again_seconds_after_a_silent_cut(tmp_path):
         try:
             ready.wait(150)
             time.sleep(0.1)
-            cut(net, True)
+            net.silence(True)
             time.sleep(CUT_SECONDS)
-            cut(net, False)
+            net.silence(False)
         finally:
             ready.abort()
             healed.set()

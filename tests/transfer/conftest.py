@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,10 +8,6 @@ import pytest
 from bridge.transfer.nixl import NixlAgent
 from tests.transfer import agents
 from tests.transfer.serving import KEPT, MIB, Serving
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "ucxx: of the ucx agent alone; needs ucxx")
 
 
 @pytest.fixture(params=agents.KINDS)
@@ -90,17 +85,12 @@ QUICK = {
 }
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Second processes that are stopped, killed and restarted take seconds each. Without ucxx its agent is not tested, and counted so."""
+@pytest.hookimpl(tryfirst=True)  # before those that lack what they need are deselected
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Second processes that are stopped, killed and restarted take seconds each. The suite's runs over the ucx agent need ucxx."""
     for item in items:
         if "tests/transfer" in str(item.path) and item.path.name not in QUICK:
             item.add_marker(pytest.mark.slow)
-    if importlib.util.find_spec("ucxx") is None:
-        out = [item for item in items if "tests/transfer" in str(item.path) and _needs_ucxx(item)]
-        items[:] = [item for item in items if item not in out]
-        config.hook.pytest_deselected(items=out)
-
-
-def _needs_ucxx(item: pytest.Item) -> bool:
-    call = getattr(item, "callspec", None)
-    return item.get_closest_marker("ucxx") is not None or (call is not None and call.params.get("kind") == "ucx")
+        call = getattr(item, "callspec", None)
+        if call is not None and call.params.get("kind") == "ucx":
+            item.add_marker(pytest.mark.ucxx)

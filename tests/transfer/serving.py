@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +63,20 @@ def read_all(peer: Any, source: RemoteMemory, target: Any, nbytes: int) -> None:
 
 
 class Serving:
-    """The second process, as a context manager."""
+    """The second process, as a context manager. within: the words of a command to run it under."""
 
-    def __init__(self, nbytes: int, *, kind: str, name: str = "prefiller", seed: int = 0, **settings: Any) -> None:
+    def __init__(
+        self, nbytes: int, *, kind: str, name: str = "prefiller", seed: int = 0, within: Sequence[str] = (), **settings: Any
+    ) -> None:
         self.nbytes, self.seed, self.kind = nbytes, seed, kind
         order = {"kind": kind, "name": name, "nbytes": nbytes, "seed": seed, "settings": settings, "files": agents.identities()}
         environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
         self.process = subprocess.Popen(
-            [sys.executable, __file__, json.dumps(order)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, cwd=ROOT
+            [*within, sys.executable, __file__, json.dumps(order)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            cwd=ROOT,
         )
         self.metadata, self.memory = self._line()
 

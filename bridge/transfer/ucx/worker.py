@@ -23,6 +23,12 @@ T = TypeVar("T")
 _CONTROL_BUFFERS = 16
 _SPINS = 128  # progress calls between two looks at what has completed
 _CLOSE_NANOSECONDS = 2 * 10**9
+_RENDEZVOUS_BYTES = 512
+"""Longer messages are not sent before their receiver has asked. Below, any transport sends a message in one piece.
+
+A message sent unasked in several pieces, of which some had come when its endpoint was closed, is never completed by UCX (1.21, over TCP up
+to several megabytes): its target would stay in quarantine for ever. It costs a round trip for messages between this and a transport's own.
+"""
 OK = 0
 IN_PROGRESS = 1
 
@@ -48,9 +54,9 @@ class UcxWorker:
         self._handle, self._tick = handle, tick
         self._bindings, self._array = load()
         u = self._bindings
-        quiet = {"WARN_UNUSED_ENV_VARS": "n"}
+        options = {"WARN_UNUSED_ENV_VARS": "n", "RNDV_THRESH": str(_RENDEZVOUS_BYTES)} | ({} if tls is None else {"TLS": tls})
         try:
-            self._context = u.UCXContext(quiet if tls is None else quiet | {"TLS": tls}, feature_flags=(u.Feature.TAG, u.Feature.WAKEUP))
+            self._context = u.UCXContext(options, feature_flags=(u.Feature.TAG, u.Feature.WAKEUP))
             self._worker = u.UCXWorker(self._context)
             self._worker.init_blocking_progress_mode()
             self.address: bytes = self._worker.address.tobytes()

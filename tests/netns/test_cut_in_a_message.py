@@ -1,0 +1,70 @@
+"""A link cut while part of one message had arrived: the read settles, so that its target can be used again.
+
+UCX never completes a receive of which some pieces had come unasked when the endpoint was closed; messages are therefore asked for.
+"""
+
+import base64
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from benchmarks import links
+from tests.transfer import agents
+from tests.transfer.serving import ROOT, Serving
+
+pytestmark = [pytest.mark.netns, pytest.mark.ucxx]
+
+LARGEST = 4_000_000
+CROSSING_SECONDS = 0.6
+PATIENCE_SECONDS = 1.0
+
+
+def rate_for(nbytes):
+    return f"{int(nbytes * 8 / CROSSING_SECONDS)}bit"
+
+
+def told(process, **order):
+    process.stdin.write(json.dumps(order) + "\n")
+    process.stdin.flush()
+    line = process.stdout.readline()
+    assert line, f"the reader ended, {process.wait(10)}"
+    return json.loads(line)
+
+
+@pytest.mark.timeout(240)
+def test_a_ucx_read_cut_in_the_middle_of_a_message_settles():
+    """Without the rendezvous four of these five sizes never settled."""
+    order = {"kind": "ucx", "files": agents.identities(), "nbytes": LARGEST, "patience": PATIENCE_SECONDS}
+    seen = {}
+    with links.network() as net:
+
+        def within(role):
+            return ["ip", "netns", "exec", net.names[role]]
+
+        command = [*within("decoder"), sys.executable, "-m", "tests.netns.reading", json.dumps(order)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        with (
+            Serving(LARGEST, kind="ucx", within=within("prefiller")) as serving,
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT) as reader,
+        ):
+            where = {"metadata": base64.b64encode(serving.metadata).decode(), "address": serving.memory.address}
+            try:
+                for nbytes in (30_000, 300_000, 400_000, 1_000_000, LARGEST):
+                    net.shape(None)
+                    told(reader, read=64, **where)  # so that the connection is made at full speed
+                    assert told(reader, release=10)["settled"]
+                    net.shape(rate_for(nbytes), burst="4kb")
+                    told(reader, read=nbytes, **where)
+                    time.sleep(CROSSING_SECONDS / 2)
+                    net.silence(True)
+                    seen[nbytes] = told(reader, release=PATIENCE_SECONDS + 4)
+                    net.silence(False)
+            finally:
+                reader.kill()
+    assert all(answer["settled"] for answer in seen.values()), seen
+    # Or nothing was tried: in most of them the cut must have come in the middle.
+    assert sum(0 < answer["arrived"] < nbytes for nbytes, answer in seen.items()) >= 3, seen
