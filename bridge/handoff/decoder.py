@@ -15,7 +15,7 @@ from typing import Any
 from bridge.counters import Counters
 from bridge.devices import Device, DeviceWithMemory, PlansLandings, engine_order
 from bridge.errors import KVBridgeError
-from bridge.handoff import messages
+from bridge.handoff import messages, tls
 from bridge.handoff.bounds import Bounds, Observer, ignore
 from bridge.handoff.channel import Channel
 from bridge.handoff.compatibility import check_chunks, check_fits, check_lossless, check_ticket
@@ -363,13 +363,7 @@ class Decoder:
         self.observe("connecting", {"peer": name})
         try:
             async with asyncio.timeout(self.bounds.connect):
-                reader, writer = await asyncio.open_connection(
-                    peer.host,
-                    peer.port,
-                    ssl=client_context(self.identity, peer),
-                    ssl_handshake_timeout=self.bounds.connect,
-                    limit=messages.MAX_MESSAGE_BYTES,
-                )
+                reader, writer = await tls.connect(peer.host, peer.port, client_context(self.identity, peer), self.bounds.connect)
         except (OSError, ssl.SSLError, TimeoutError) as error:
             reason = str(error) or f"no answer within {self.bounds.connect} s"
             raise CannotConnect(f"prefiller {name!r} at {peer.host}:{peer.port}: {reason}") from None

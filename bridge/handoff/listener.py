@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 
 from bridge.counters import Counters
-from bridge.handoff import messages
+from bridge.handoff import messages, tls
 from bridge.handoff.bounds import Bounds, Observer
 from bridge.handoff.channel import Channel
 from bridge.handoff.errors import HandoffError, PeerLost, ProtocolError
@@ -39,9 +39,7 @@ class Listener:
 
     async def open(self, host: str, port: int) -> int:
         """Opens the port and returns its number (port 0: any free one). Raises OSError or OverflowError."""
-        self._server = await asyncio.start_server(
-            self._accept, host, port, ssl=self._context, ssl_handshake_timeout=self._bounds.connect, limit=messages.MAX_MESSAGE_BYTES
-        )
+        self._server = await tls.serve(self._accept, host, port, self._context, self._bounds.connect)
         number: int = self._server.sockets[0].getsockname()[1]
         return number
 

@@ -1,0 +1,73 @@
+"""What a control message costs in memory: nothing that its size does not explain."""
+
+import asyncio
+import tracemalloc
+
+import pytest
+
+from bridge.handoff import PeerConfig, create_identity, tls
+from bridge.handoff.identity import client_context, server_context
+
+MESSAGE = b"m" * 300
+ROUNDS = 20
+
+
+async def most_memory_of_an_echo(context_of_server, context_of_client):
+    """Bytes, over what was held before, while MESSAGE crosses ROUNDS times each way."""
+
+    async def echo(reader, writer):
+        while data := await reader.read(len(MESSAGE)):
+            writer.write(data)
+        writer.close()
+
+    server = await tls.serve(echo, "127.0.0.1", 0, context_of_server, 10)
+    reader, writer = await tls.connect("127.0.0.1", server.sockets[0].getsockname()[1], context_of_client, 10)
+
+    async def cross():
+        writer.write(MESSAGE)
+        assert await reader.readexactly(len(MESSAGE)) == MESSAGE
+
+    await cross()
+    tracemalloc.start()
+    try:
+        await cross()
+        before = tracemalloc.get_traced_memory()[0]
+        tracemalloc.reset_peak()
+        for _ in range(ROUNDS):
+            await cross()
+        return tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+        writer.close()
+        await writer.wait_closed()
+        server.close()
+
+
+@pytest.fixture
+def contexts(tmp_path):
+    owner, reader = create_identity("owner", tmp_path), create_identity("reader", tmp_path)
+    return server_context(owner, {"reader": PeerConfig(reader.certificate)}), client_context(reader, PeerConfig(owner.certificate))
+
+
+def test_a_small_message_takes_little_memory(contexts):
+    """asyncio's own streams take 256 KiB at each read, and leave glibc's heap in pieces."""
+    assert asyncio.run(most_memory_of_an_echo(*contexts)) < 32 << 10
+
+
+def test_more_than_a_record_arrives_whole(contexts):
+    async def cross():
+        sent = bytes(range(256)) * 1000
+
+        async def say(reader, writer):
+            writer.write(sent)
+            await writer.drain()
+            writer.close()
+
+        server = await tls.serve(say, "127.0.0.1", 0, contexts[0], 10)
+        reader, writer = await tls.connect("127.0.0.1", server.sockets[0].getsockname()[1], contexts[1], 10)
+        got = await reader.read()
+        writer.close()
+        server.close()
+        return got == sent
+
+    assert asyncio.run(cross())
