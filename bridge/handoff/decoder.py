@@ -39,7 +39,7 @@ from bridge.handoff.staging import Staging, StagingPool, Where
 from bridge.handoff.ticket import Ticket
 from bridge.pages import BlockTable, CacheGroup, PagedCache
 from bridge.shares import as_groups, token_end
-from bridge.transfer.agent import Agent
+from bridge.transfer.agent import NOBODY, Agent
 from bridge.transfer.errors import TransferTimeout
 from bridge.wire import ContentKind, Manifest, PayloadMap, TagKeys, open_sealed
 
@@ -147,7 +147,7 @@ class Decoder:
         self._tasks: set[asyncio.Task[None]] = set()
         self._committing: dict[tuple[int, int, int], asyncio.Task[None]] = {}
         self._pool = StagingPool(staging_bytes)
-        self._staging = {opened.memory.device: opened for opened in [Staging.open(device, agent, self._pool, staging)]}
+        self._staging = {opened.memory.device: opened for opened in [Staging.open(device, agent, self._pool, staging, NOBODY)]}
         self._may_add_host, self._opening = staging == "auto", threading.Lock()
         attach = device.attach if isinstance(device, DeviceWithMemory) else None
         self._landing = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="kvbridge-land", initializer=attach)
@@ -354,7 +354,7 @@ class Decoder:
         """Sees to staging of the kind that a prefiller has: between a device's memory and the host's, transfers are slow (0.4 GB/s)."""
         with self._opening:
             if device == "cpu" and device not in self._staging and self._may_add_host:
-                self._staging[device] = Staging.open(self.device, self.agent, StagingPool(self._pool.capacity), "host")
+                self._staging[device] = Staging.open(self.device, self.agent, StagingPool(self._pool.capacity), "host", NOBODY)
         if device not in self._staging:
             held = " and ".join(self._staging)
             raise StagingDiffers(f"prefiller {name!r} stages in {device} memory, this decoder in {held} memory")

@@ -23,9 +23,10 @@ from bridge.handoff.errors import (
     StaleGeneration,
     UnknownLease,
 )
+from bridge.handoff.grants import Grants
 from bridge.handoff.lease import Lease, State
 from bridge.handoff.messages import from_u64
-from bridge.handoff.staging import StagingPool
+from bridge.handoff.staging import Extent, StagingPool
 
 if TYPE_CHECKING:
     from bridge.handoff.session import Session
@@ -43,6 +44,7 @@ class Leases:
     def __init__(self, pool: StagingPool, counters: Counters, bounds: Bounds, observe: Observer, tell: Callable[..., Any]) -> None:
         self.lock = threading.Condition()
         """Guards every field of every lease; notified whenever one changes."""
+        self.grants = Grants(self.lock, pool)
         self._pool, self._counters, self._bounds, self._observe, self._tell = pool, counters, bounds, observe, tell
         self._live: dict[int, Lease] = {}
         self._ended: OrderedDict[int, tuple[int, HandoffError | None]] = OrderedDict()
@@ -95,10 +97,12 @@ class Leases:
         if lease.error is not None:
             raise lease.error
 
-    def announce(self, lease: Lease, chunk: int, offset: int) -> None:
-        """Tells the readers that a chunk lies at byte `offset` of the staging memory. The lock is held."""
+    def packed(self, lease: Lease, chunk: int, extent: Extent) -> None:
+        """A chunk of a live lease lies in this extent: its readers may read it, and are told. The lock is held."""
+        lease.slots[chunk] = extent
+        self.grants.add(extent, lease)
         for session in lease.sessions.values():
-            self._tell(session.ready, lease, chunk, offset)
+            self._tell(session.ready, lease, chunk, extent.offset)
 
     def finish(self, lease: Lease, error: HandoffError | None) -> None:
         """Ends a lease, once."""
@@ -163,7 +167,7 @@ class Leases:
             taken |= readers
             lease.deadline = time.monotonic() + self._bounds.lease
             if len(taken) >= lease.readers:
-                self._pool.give_back(lease.slots.pop(chunk))
+                self.grants.end(lease.slots.pop(chunk))
                 self.lock.notify_all()
         self._observe("taken", {"chunk": chunk})
 
@@ -231,7 +235,9 @@ class Leases:
         self.lock.notify_all()
 
     def _give_back(self, lease: Lease) -> None:
-        for extent in (*lease.reserved.values(), *lease.slots.values()):
+        for extent in lease.reserved.values():
             self._pool.give_back(extent)
+        for extent in lease.slots.values():
+            self.grants.end(extent)
         lease.reserved.clear()
         lease.slots.clear()

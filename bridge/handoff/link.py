@@ -45,6 +45,11 @@ class Receiving:
         """Raises HandoffTimeout or what ended the lease unless the prefiller confirms the commit."""
         await self._wait(lambda: self.released, timeout, "the commit was not confirmed")
 
+    async def wait_ended(self, timeout: float) -> None:
+        """Raises what ended the lease if that becomes known within `timeout` seconds."""
+        with contextlib.suppress(HandoffTimeout):
+            await self._wait(lambda: False, timeout, "the lease did not end")
+
     async def _wait(self, ready: Callable[[], bool], timeout: float, what: str) -> None:
         try:
             async with asyncio.timeout(timeout):

@@ -21,12 +21,13 @@ from bridge.handoff.ticket import Ticket
 from bridge.pages import CacheGroup
 from bridge.shares import Batch, ChunkShare, batches, chunk_share
 from bridge.transfer.agent import ReadRange, Transfer
-from bridge.transfer.errors import TransferTimeout
+from bridge.transfer.errors import TransferFailed, TransferTimeout
 from bridge.wire import Manifest, PayloadMap, TagKeys
 
 _BUSY_POLL_SECONDS = 0.002
 _POLL_INTERVAL = 0.0002
 _ROOM_INTERVAL = 0.001
+_REASON_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,7 @@ class Move:
     async def _arrival(self, incoming: Incoming) -> None:
         transfer, bound = incoming.transfer, self._resources.bounds.transfer
         start = time.perf_counter()
-        while not transfer.done():
+        while not await self._done(transfer):
             elapsed = time.perf_counter() - start
             if self._receiving.error is not None:
                 raise self._receiving.error
@@ -196,6 +197,14 @@ class Move:
                 raise TransferTimeout(f"{transfer.nbytes} bytes did not arrive within {bound} s")
             # Short transfers are waited for without sleeping; long ones leave the processor to others.
             await asyncio.sleep(0 if elapsed < _BUSY_POLL_SECONDS else _POLL_INTERVAL)
+
+    async def _done(self, transfer: Transfer) -> bool:
+        try:
+            return transfer.done()
+        except TransferFailed:
+            # A prefiller that ends a lease may stop its reads at once; its reason comes a moment later.
+            await self._receiving.wait_ended(_REASON_SECONDS)
+            raise
 
     def _give_up(self, incoming: Incoming) -> None:
         """Of a read that may still be under way."""

@@ -90,9 +90,8 @@ class Packer:
                 if not lease.live:
                     self.pool.give_back(extent)
                     break
-                lease.slots[chunk.index] = extent
                 lease.deadline = time.monotonic() + self.bounds.lease
-                self.leases.announce(lease, chunk.index, extent.offset)
+                self.leases.packed(lease, chunk.index, extent)
             self.counters.add("packed_bytes", amount=chunk.nbytes)
             self.observe("packed", {"chunk": chunk.index})
         if lease.error is not None:

@@ -67,7 +67,7 @@ class Prefiller:
         self._pool = StagingPool(staging_bytes)
         self._leases = Leases(self._pool, self.counters, bounds, observe, self._tell)
         self._listener = Listener(identity, peers, self._leases, self._welcome, bounds, self.counters, observe)
-        opened = Staging.open(device, agent, self._pool, staging)
+        opened = Staging.open(device, agent, self._pool, staging, self._leases.grants)
         self._memory, self._registration = opened.memory, opened.registration
         self._packer = Packer(device, self._memory, self._pool, self._leases, bounds, self.counters, observe, stream_depth)
         self._loop = LoopThread(f"kvbridge-prefiller-{identity.name}")

@@ -11,7 +11,7 @@ from typing import Literal
 
 from bridge.devices import Buffer, Device, DeviceWithMemory, StagingMemory
 from bridge.handoff.errors import StagingFull
-from bridge.transfer.agent import Agent, Memory, Registration, takes
+from bridge.transfer.agent import Agent, Guard, GuardedRegistration, Memory, Registration, takes
 from bridge.transfer.errors import RegistrationFailed
 
 ALIGNMENT = 4096
@@ -126,8 +126,11 @@ class Staging:
     registration: Registration
 
     @classmethod
-    def open(cls, device: Device, agent: Agent, pool: StagingPool, where: Where) -> Staging:
-        """Allocates and registers the pool's bytes. Raises DeviceError, and RegistrationFailed where the agent does not take the memory."""
+    def open(cls, device: Device, agent: Agent, pool: StagingPool, where: Where, guard: Guard) -> Staging:
+        """Allocates and registers the pool's bytes; an agent that knows who reads then asks `guard`.
+
+        Raises DeviceError, and RegistrationFailed where the agent does not take the memory.
+        """
         if where == "host" or (where == "auto" and not can_stage_in_device(device, agent)):
             memory = device.allocate_staging(pool.capacity)
         elif not isinstance(device, DeviceWithMemory):
@@ -139,7 +142,10 @@ class Staging:
         else:
             memory = device.allocate_memory(pool.capacity)
         described = Memory(memory.address, memory.nbytes, memory.device, memory.index, owner=memory)
-        return cls(pool, memory, agent.register(described))
+        registration = agent.register(described)
+        if isinstance(registration, GuardedRegistration):
+            registration.guard = guard
+        return cls(pool, memory, registration)
 
     def view(self, extent: Extent, nbytes: int) -> Buffer:
         """The first `nbytes` bytes of an extent."""

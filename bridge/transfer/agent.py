@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,38 @@ class Agent(Protocol):
     def close(self) -> None:
         """Releases everything, idempotent. No byte of any transfer arrives afterwards."""
         ...
+
+
+class Guard(Protocol):
+    """Says who may read which bytes of a registration. Called from the threads that send."""
+
+    def enter(self, reader: str, ranges: Sequence[tuple[int, int]]) -> Any:
+        """What `leave` is given once the ranges (offset, bytes) were read; None where this reader may not read all of them now."""
+        ...
+
+    def leave(self, entered: Any) -> None:
+        """The ranges were read: from now on their bytes may become others'."""
+        ...
+
+
+class _Nobody:
+    def enter(self, reader: str, ranges: Sequence[tuple[int, int]]) -> None:
+        return None
+
+    def leave(self, entered: Any) -> None:
+        pass
+
+
+NOBODY: Guard = _Nobody()
+"""For memory that is only written into."""
+
+
+@runtime_checkable
+class GuardedRegistration(Protocol):
+    """Of an agent whose connections show who reads. It asks before each frame, so that a reader gets nothing that is no longer its own."""
+
+    guard: Guard | None
+    """None: every configured peer may read all of it."""
 
 
 def takes(agent: Agent, device: str) -> bool:

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 
 from bridge.handoff.identity import Identity, PeerConfig, PinnedPeers, certificate_der, client_context, server_context
 from bridge.transfer import described
-from bridge.transfer.agent import Memory, ReadRange, Registration, RemoteMemory
+from bridge.transfer.agent import Guard, Memory, ReadRange, Registration, RemoteMemory
 from bridge.transfer.counts import ReadCounters, Tally
 from bridge.transfer.described import Described, Region
 from bridge.transfer.errors import AgentUnavailable, BadRange, PeerUnreachable, TransferFailed, TransferTimeout
@@ -44,6 +44,8 @@ class StreamRegistration:
         self._changed = threading.Condition()
         self._readers = 0
         self._alive = True
+        self.guard: Guard | None = None
+        """Says who may read it; without one, every configured peer."""
 
     def enter(self) -> memoryview | None:
         """For the serving side: the bytes, until `leave`; None after release. Held while a frame is encrypted, never for the network."""

@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from bridge.errors import KVBridgeError
+from bridge.transfer.agent import Guard
 from bridge.transfer.errors import TransferError
 from bridge.transfer.stream import wire
 from bridge.transfer.stream.reader import OUTSTANDING
@@ -35,6 +36,7 @@ class Served(Protocol):
 
     number: int
     nbytes: int
+    guard: Guard | None
 
     def enter(self) -> memoryview | None:
         """The bytes, valid until `leave`; None where it was released. Then there is no `leave`."""
@@ -71,10 +73,10 @@ class _Sending:
 
 
 class OwnerConnection:
-    """Serves one reader in the thread that calls `serve`."""
+    """Serves one reader in the thread that calls `serve`. reader: its name in our configuration."""
 
-    def __init__(self, channel: TlsChannel, instance: bytes, find: Find, silence: float) -> None:
-        self._channel, self._instance, self._find, self._silence = channel, instance, find, silence
+    def __init__(self, channel: TlsChannel, reader: str, instance: bytes, find: Find, silence: float) -> None:
+        self._channel, self._reader, self._instance, self._find, self._silence = channel, reader, instance, find, silence
         self._waker = Waker()
         self._stopping = False
         self._greeted = False
@@ -172,12 +174,17 @@ class OwnerConnection:
     def _send_some(self) -> None:
         """One DATA frame of the request whose turn it is; the requests of a peer take turns."""
         sending = self._sending.popleft()
-        view = sending.region.enter()
-        if view is None:
-            self._refuse(sending.number, "the memory was released while it was being read")
+        pieces = sending.pieces(min(sending.left, _UNSENT_BYTES))
+        guard = sending.region.guard
+        entered = guard.enter(self._reader, pieces) if guard is not None else None
+        if guard is not None and entered is None:
+            self._refuse(sending.number, "these bytes are not this reader's, or are no longer")
             return
+        view = sending.region.enter()
         try:
-            pieces = sending.pieces(min(sending.left, _UNSENT_BYTES))
+            if view is None:
+                self._refuse(sending.number, "the memory was released while it was being read")
+                return
             total = sum(size for _, size in pieces)
             small = bytearray(wire.header(Kind.DATA, total, sending.number))
             for offset, size in pieces:
@@ -191,8 +198,11 @@ class OwnerConnection:
             if small:
                 self._channel.write(small)
         finally:
-            view.release()
-            sending.region.leave()
+            if view is not None:
+                view.release()
+                sending.region.leave()
+            if guard is not None:
+                guard.leave(entered)
         if sending.left:
             self._sending.append(sending)
 
@@ -255,8 +265,8 @@ class Listener:
         try:
             channel = TlsChannel(sock, self._context, server_side=True)
             channel.handshake(time.monotonic() + self._connect_seconds)
-            self._authenticate(channel.certificate)
-            connection = OwnerConnection(channel, self._instance, self._find, self._silence)
+            reader = self._authenticate(channel.certificate)
+            connection = OwnerConnection(channel, reader, self._instance, self._find, self._silence)
             with self._lock:
                 self._shaking, shaking = self._shaking - 1, False
                 if self._closing:
