@@ -49,7 +49,7 @@ $(VLLM_READY): constraints-vllm.txt
 	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@touch $@
 
-vllm-env: $(VLLM_READY) ## a second environment, with vLLM for CPUs: 3 minutes, 3.7 GB
+vllm-env: $(VLLM_READY) ## a second environment, with vLLM for CPUs: 3 to 8 minutes, mostly downloads, 3.7 GB
 
 test-vllm: $(READY) $(VLLM_READY) ## two real vLLM engines joined, every case
 	$(BIN)/python -m pytest -q -m vllm tests/vllm $(ARGS)

@@ -33,7 +33,7 @@ def after(side: dict[str, Any], warm: int) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=100_000)
+    parser.add_argument("--count", type=int, default=100_000, help="counted after the warm-up")
     parser.add_argument("--peers", type=int, default=2)
     parser.add_argument("--window", type=int, default=32)
     parser.add_argument("--agent", default="nixl")

@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bridge.codecs import CODECS, NotCarried, dialects
-from bridge.wire import Coding, Element, Manifest, PayloadMap, SlotCodec
+from bridge.codecs import codec_name, dialects
+from bridge.wire import Manifest, PayloadMap
 from bridge.wire.container import open_container, read_manifest, verify_contents
-from bridge.wire.errors import BadHeadDim, TooLarge, WireError
+from bridge.wire.errors import TooLarge, WireError
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -59,28 +59,6 @@ def examine(file: io.BufferedReader) -> dict[str, Any]:
 def printable(text: str) -> str:
     """The text with everything escaped that could move a terminal's cursor, reverse its text or begin a line of its own."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def side_name(coding: Coding) -> str:
-    """A side in words, such as "codebook 4 bit"."""
-    name = coding.kind.name.lower()
-    if coding.row_bytes:
-        return f"{name} {coding.row_bytes} bytes"
-    if coding.element is not Element.NONE:
-        return f"{name} {coding.element.name.lower()}"
-    return f"{name} {coding.bits} bit" if coding.bits else name
-
-
-def codec_name(codec: SlotCodec, head_dim: int) -> str:
-    """The declared name of a codec, or its two sides in words."""
-    for declared in CODECS.values():
-        for source in (Element.BF16, Element.FP16, Element.FP32):
-            try:
-                if declared.for_layer(head_dim, source) == codec:
-                    return declared.name
-            except (NotCarried, BadHeadDim):
-                continue
-    return f"K {side_name(codec.key)}, V {side_name(codec.value)}"
 
 
 def describe(manifest: Manifest) -> dict[str, Any]:

@@ -82,7 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _say(options.command, str(error))
     except OSError as error:
         named = f"{error.filename}: {(error.strerror or '').lower()}" if error.filename else str(error)
-        return _say(options.command, named)
+        advice = "; choose a place that this user may write to, or make it as root first" if isinstance(error, PermissionError) else ""
+        return _say(options.command, named + advice)
     except Interrupted:
         _say(options.command, "interrupted")
         return 130

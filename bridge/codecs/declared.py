@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from bridge.codecs import dialects, tables
 from bridge.codecs.errors import NotCarried, UnknownCodec
 from bridge.wire.coding import Coding, CodingKind, Element, Rotation, SlotCodec
+from bridge.wire.errors import BadHeadDim
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,28 @@ def declared(name: str) -> DeclaredCodec:
     close = get_close_matches(name, CODECS, n=1)
     hint = f"did you mean {close[0]}?" if close else f"the codecs are {', '.join(CODECS)}"
     raise UnknownCodec(f"there is no codec named {name!r}", remedy=hint)
+
+
+def side_name(coding: Coding) -> str:
+    """One side of a codec in words, such as "codebook 4 bit"."""
+    name = coding.kind.name.lower()
+    if coding.row_bytes:
+        return f"{name} {coding.row_bytes} bytes"
+    if coding.element is not Element.NONE:
+        return f"{name} {coding.element.name.lower()}"
+    return f"{name} {coding.bits} bit" if coding.bits else name
+
+
+def codec_name(codec: SlotCodec, head_dim: int) -> str:
+    """The declared name of a codec, or its two sides in words."""
+    for codec_of in CODECS.values():
+        for source in (Element.BF16, Element.FP16, Element.FP32):
+            try:
+                if codec_of.for_layer(head_dim, source) == codec:
+                    return codec_of.name
+            except (NotCarried, BadHeadDim):
+                continue
+    return f"K {side_name(codec.key)}, V {side_name(codec.value)}"
 
 
 def check_tables(codec: SlotCodec, head_dim: int) -> None:

@@ -89,8 +89,8 @@ def as_text(result: Demonstration) -> str:
         )
     lines += [
         "",
-        f"… {result.prompt_end.strip()!r}",
-        f"→ {result.continuation.strip()!r}   (first codec)",
+        f"the prompt ends:      {result.prompt_end.strip()!r}",
+        f"the decoder went on:  {result.continuation.strip()!r}   ({result.rows[0].codec})",
         "",
     ]
     if result.passed:

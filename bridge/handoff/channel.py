@@ -44,6 +44,8 @@ class Channel:
                 return await self._receive()
         except TimeoutError:
             raise PeerLost(f"{self.peer} was silent for {timeout} s") from None
+        except asyncio.IncompleteReadError as error:
+            raise PeerLost(f"{self.peer} closed the control channel{' in the middle of a message' if error.partial else ''}") from None
         except _LOST as error:
             raise PeerLost(f"{self.peer} closed the control channel: {error or type(error).__name__}") from None
 

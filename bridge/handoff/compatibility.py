@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bridge.codecs import check_tables
+from bridge.codecs import check_tables, codec_name
 from bridge.handoff.errors import ContentDiffers, HeadsDiffer, LayersMissing, LossyPayload, ModelDiffers, OpaqueDiffers, TokensMissing
 from bridge.handoff.messages import MAX_CHUNKS
 from bridge.handoff.ticket import Ticket
@@ -106,6 +106,5 @@ def check_lossless(manifest: Manifest, groups: Sequence[CacheGroup]) -> None:
         codec = manifest.codecs[offered[index].codec]
         for coding, kept in zip((codec.key, codec.value), pages.sides, strict=True):
             if kept is not None and coding.kind is not CodingKind.RAW and coding != kept.coding:
-                raise LossyPayload(
-                    f"layer {index} travels as {coding.kind.name.lower()}, which this decoder may not put into its prefix cache"
-                )
+                name = codec_name(codec, manifest.groups[offered[index].group].head_dim)
+                raise LossyPayload(f"layer {index} travels as {name}, which is lossy, and this decoder has a prefix cache to keep exact")

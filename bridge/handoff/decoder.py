@@ -200,6 +200,10 @@ class Decoder:
         pools = [staging.pool for staging in self._staging.values()]
         return sum(pool.used for pool in pools), sum(pool.capacity for pool in pools)
 
+    def staged_in(self) -> list[str]:
+        """The kinds of memory that payloads are staged in: "cpu", or a device type."""
+        return list(self._staging)
+
     def quarantined(self) -> int:
         """Bytes under transfers that were given up and may still arrive."""
         return sum(staging.pool.quarantined for staging in self._staging.values())
@@ -364,6 +368,11 @@ class Decoder:
         try:
             async with asyncio.timeout(self.bounds.connect):
                 reader, writer = await tls.connect(peer.host, peer.port, client_context(self.identity, peer), self.bounds.connect)
+        except ssl.SSLCertVerificationError:
+            raise CannotConnect(
+                f"prefiller {name!r} at {peer.host}:{peer.port} showed another certificate than the one configured for it",
+                remedy="copy its current .crt file here, or correct its address",
+            ) from None
         except (OSError, ssl.SSLError, TimeoutError) as error:
             reason = str(error) or f"no answer within {self.bounds.connect} s"
             raise CannotConnect(f"prefiller {name!r} at {peer.host}:{peer.port}: {reason}") from None
@@ -378,9 +387,12 @@ class Decoder:
                 raise ProtocolError(f"{name} did not answer the greeting")
             await asyncio.to_thread(self._stage_for, name, welcome.device)
             endpoint = await asyncio.to_thread(self.agent.connect, welcome.agent_metadata)
-        except PeerLost as error:
+        except PeerLost:
             await channel.close()
-            raise CannotConnect(f"prefiller {name!r} at {peer.host}:{peer.port} does not take this decoder: {error.detail}") from None
+            raise CannotConnect(
+                f"prefiller {name!r} at {peer.host}:{peer.port} ended the connection before its greeting",
+                remedy="most likely this host's certificate is not among its peers, or is an old copy",
+            ) from None
         except BaseException:
             await channel.close()
             raise

@@ -80,7 +80,7 @@ def _context(identity: Identity, trusted: Iterable[Path], protocol: int) -> ssl.
     _read_pem(identity.certificate)
     _read_pem(identity.private_key)
     try:
-        context.load_cert_chain(identity.certificate, identity.private_key)
+        context.load_cert_chain(identity.certificate, identity.private_key, password="")  # an encrypted key is refused, not asked about
     except ssl.SSLError as error:
         raise BadIdentity(f"{identity.certificate} and {identity.private_key} are no certificate and its key: {error.reason}") from None
     for certificate in trusted:

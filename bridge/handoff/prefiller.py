@@ -121,6 +121,10 @@ class Prefiller:
         """(bytes in use, budget) of the staging memory."""
         return self._pool.used, self._pool.capacity
 
+    def staged_in(self) -> list[str]:
+        """The kinds of memory that payloads are staged in: "cpu", or a device type."""
+        return [self._memory.device]
+
     def live_leases(self) -> int:
         """Payloads that are neither committed nor failed."""
         return self._leases.live()

@@ -13,7 +13,8 @@ import msgspec
 from bridge.codecs import declared
 from bridge.codecs.errors import UnknownCodec
 from bridge.handoff import Bounds, Identity, PeerConfig
-from bridge.handoff.errors import BadBounds
+from bridge.handoff.errors import BadBounds, BadIdentity
+from bridge.handoff.identity import server_context
 from bridge.handoff.staging import Where
 from bridge.transfer.choose import KINDS
 from bridge.vllm.errors import BadConfiguration
@@ -136,6 +137,12 @@ class ConnectorConfig:
             raise BadConfiguration(f"staging is {entries.staging!r}", remedy=f"choose one of {', '.join(get_args(Where))}")
         if entries.agent not in KINDS:
             raise BadConfiguration(f"there is no transfer agent {entries.agent!r}", remedy=f"choose one of {', '.join(KINDS)}")
+        if not entries.peers:
+            raise BadConfiguration("peers is empty, so nobody can be met", remedy="name the other engines with their certificates")
+        if entries.data_port and entries.agent != "stream":
+            raise BadConfiguration(
+                f"data_port is the stream agent's, and the agent is {entries.agent}", remedy="leave it out, or set agent to stream"
+            )
         if entries.transports is not None and entries.agent == "stream":
             raise BadConfiguration("transports are UCX's, and the agent stream has none", remedy="leave transports out")
         for codec in (entries.codec, *entries.codec_by_layer.values()):
@@ -147,9 +154,15 @@ class ConnectorConfig:
         for name in files:
             if not Path(name).is_file():
                 raise BadConfiguration(f"there is no file {name}", remedy="make identities with `kvbridge identity NAME`")
+        identity = Identity(entries.name, Path(entries.certificate), Path(entries.private_key))
+        peers = {name: PeerConfig(Path(p.certificate), p.host, p.port) for name, p in entries.peers.items()}
+        try:
+            server_context(identity, peers)
+        except BadIdentity as error:
+            raise BadConfiguration(error.detail, remedy=error.advice) from None
         return cls(
-            identity=Identity(entries.name, Path(entries.certificate), Path(entries.private_key)),
-            peers={name: PeerConfig(Path(p.certificate), p.host, p.port) for name, p in entries.peers.items()},
+            identity=identity,
+            peers=peers,
             listen=entries.listen,
             port=entries.port,
             codec=entries.codec,
@@ -169,10 +182,15 @@ class ConnectorConfig:
         )
 
     def check_role(self, produces: bool, consumes: bool) -> None:
-        """Raises BadConfiguration where what a lossy codec left could be handed on as this engine's own.
+        """Raises BadConfiguration for what an engine of this role lacks, or where it could hand on what a lossy codec left as its own.
 
-        It would enter the prefix cache, be found there by a later prefill, and leave under a manifest that does not say so.
+        That would enter the prefix cache, be found there by a later prefill, and leave under a manifest that does not say so.
         """
+        if produces and not self.port:
+            raise BadConfiguration("port is missing", remedy="give the prefiller's control channel a port, and tell it to the decoders")
+        for name, peer in self.peers.items():
+            if not produces and not (peer.host and peer.port):
+                raise BadConfiguration(f"peer {name!r} has no host and port", remedy="give the address of its control channel")
         if self.lossy_prefix_cache and produces and consumes:
             raise BadConfiguration(
                 "lossy_prefix_cache is set for an engine that also hands off (kv_role kv_both), which would pass lossy KV on as its own",

@@ -58,6 +58,11 @@ def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
     ):
         if size != 1:
             raise UnsupportedEngine(f"{name} of {size} is not supported", remedy="set it to 1")
+    if parallel.data_parallel_size_local > 1 and not parallel.data_parallel_external_lb:
+        raise UnsupportedEngine(
+            f"{parallel.data_parallel_size_local} data-parallel engines would share one name and one port",
+            remedy="start each engine by itself, with a name, a certificate and ports of its own",
+        )
     for group in kv_cache_config.kv_cache_groups:
         kind = type(group.kv_cache_spec).__name__
         if kind not in ("FullAttentionSpec", "SlidingWindowSpec", "UniformTypeKVCacheSpecs"):

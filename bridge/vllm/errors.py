@@ -5,6 +5,11 @@ from __future__ import annotations
 from bridge.errors import KVBridgeError
 
 
+def traceback_of(error: BaseException) -> BaseException | None:
+    """What a log line about `error` shows below it: a typed failure's sentence says all, unless something else caused it."""
+    return error if error.__cause__ is not None or not isinstance(error, KVBridgeError) else None
+
+
 class ConnectorError(KVBridgeError):
     """The connector cannot work in this engine, or cannot serve this request."""
 

@@ -28,7 +28,8 @@ class BridgeStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        return dict(self.data)
+        """For the log line: what was added. Gauges' differences would say nothing there."""
+        return {name: count for name, count in self.data.items() if labels_of(name)[1] != GAUGE}
 
     def is_empty(self) -> bool:
         return not self.data

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bridge import __version__
 from bridge.counters import Counters
 from bridge.devices import Device, open_device
 from bridge.errors import KVBridgeError
@@ -24,7 +25,7 @@ from bridge.transfer.choose import open_agent
 from bridge.vllm import engine, kv_tensors
 from bridge.vllm.config import ConnectorConfig
 from bridge.vllm.engine_pages import BlockGroup, EnginePages
-from bridge.vllm.errors import BadConfiguration, BadParameters
+from bridge.vllm.errors import BadParameters, traceback_of
 from bridge.vllm.orders import Load, Save, StepOrders
 from bridge.vllm.params import DecodeOrder
 from bridge.wire import Manifest
@@ -99,8 +100,6 @@ class WorkerSide:
         self._model = engine.digest(self._vllm_config)
         device = self._open_device()
         transfer = self._vllm_config.kv_transfer_config
-        if transfer.is_kv_producer and not self._config.port:
-            raise BadConfiguration("port is missing", remedy="give the prefiller's control channel a port, and tell it to the decoders")
         self._agent = self._open_agent(transfer.is_kv_producer)
         if transfer.is_kv_producer and self._rank in self._layout.first_replicas():
             self._prefiller = Prefiller(
@@ -126,6 +125,17 @@ class WorkerSide:
                 bounds=self._config.bounds,
                 observe=lambda step, details: self.observed("decoder", step, details),
             )
+        logger.info("%s", self._described(device))
+
+    def _described(self, device: Device) -> str:
+        """One line for the log: who this is, and how it can be reached."""
+        config, ends = self._config, [end for end in (self._prefiller, self._decoder) if end is not None]
+        at = f", listens on {config.listen}:{self._prefiller.port}" if self._prefiller is not None else ""
+        staged = " and ".join(sorted({place for end in ends for place in end.staged_in()}))
+        return (
+            f"kvbridge {__version__}: {config.identity.name}, rank {self._rank}{at}; agent {config.agent}, device {device.name}, "
+            f"staging in {staged or 'no'} memory; peers {', '.join(config.peers)}"
+        )
 
     def _open_agent(self, serves: bool) -> Agent:
         config = self._config
@@ -196,7 +206,7 @@ class WorkerSide:
         if sending.offer is not None:
             sending.offer.cancel(f"the prefiller could not pack it: {error}")
         self.counters.add("send_failed", getattr(error, "clause", "internal"))
-        logger.warning("request %s cannot be handed off: %s", request_id, error, exc_info=not isinstance(error, KVBridgeError))
+        logger.warning("request %s cannot be handed off: %s", request_id, error, exc_info=traceback_of(error))
 
     def _offer(self, save: Save, mode: Mode) -> Offer:
         if self._prefiller is None:
@@ -251,7 +261,7 @@ class WorkerSide:
 
     def _load_failed(self, request_id: str, error: Exception) -> None:
         self.counters.add("load_failed", getattr(error, "clause", "internal"))
-        logger.warning("request %s was not received: %s", request_id, error, exc_info=not isinstance(error, KVBridgeError))
+        logger.warning("request %s was not received: %s", request_id, error, exc_info=traceback_of(error))
 
     def _decline(self, order: DecodeOrder) -> None:
         if self._decoder is None:

@@ -6,8 +6,8 @@ import pytest
 
 from backends.cpu import reference
 from tests.faults.faulty_agent import DATA_FAULTS
-from tests.faults.rig import Rig, Wrong
-from tests.faults.run import run, table
+from tests.faults.rig import Ended, Rig, Wrong
+from tests.faults.run import printed, run, table
 from tests.faults.scenarios import CELLS, FAULTS
 
 SEED = 20261130
@@ -43,9 +43,18 @@ def test_without_verification_the_judge_finds_wrong_content(rig, monkeypatch, ki
     monkeypatch.setattr(reference, "verify_tags", lambda *arguments: None)
     fault = next(fault for fault in FAULTS if fault.name == f"data: {kind}")
     for number, step in enumerate(fault.steps):
-        with pytest.raises(Wrong, match=r"wrong content was committed|bytes of something else"):
-            fault.run(rig, step, random.Random(number))
+        assert any(goes_wrong(rig, fault, step, number, attempt) for attempt in range(5)), step
+
+
+def goes_wrong(rig, fault, step, number, attempt):
+    """Whether this run ended in wrong content. On a busy machine one may end in a time-out first, and shows nothing."""
+    try:
+        fault.run(rig, step, random.Random(1000 * attempt + number))
+    except Wrong as found:
+        return "wrong content was committed" in str(found) or "bytes of something else" in str(found)
+    finally:
         rig.settle()
+    return False
 
 
 def test_the_same_number_of_the_same_seed_is_the_same_run(rig):
@@ -56,3 +65,15 @@ def test_the_same_number_of_the_same_seed_is_the_same_run(rig):
     assert answers[0][:2] == answers[1][:2] == ("data: corrupt", "first chunk")
     assert [str(one) for one in answers[0][2]] == [str(one) for one in answers[1][2]] == ["bad_tag/bad_tag"]
     assert answers[0][3]
+
+
+def test_only_what_was_met_is_printed_and_the_rest_is_counted():
+    cells = [(fault.name, step) for fault, step in CELLS]
+    rows = [(number, *cell, [Ended("bad_tag", "right")], number > 0) for number, cell in enumerate(cells)]
+    head, *met, rest = printed(table(rows))
+    assert head.startswith("fault")
+    assert len(met) == len(cells) - 1
+    assert met[0].split() == " ".join([*cells[1], "1", "bad_tag 1;", "right 1"]).split()
+    assert rest == f"not met: 1 of {len(cells)} cells: {' at '.join(cells[0])}"
+    assert printed(table(rows[:2]))[-1] == f"not met: {len(cells) - 1} of {len(cells)} cells", "too many to be named"
+    assert len(printed(table([(*row[:4], True) for row in rows]))) == 1 + len(cells), "nothing is said of none"

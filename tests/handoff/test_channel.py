@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from bridge.handoff import PeerConfig, create_identity, errors, messages
+from backends.cpu.device import CpuReferenceDevice
+from bridge.handoff import Decoder, PeerConfig, create_identity, errors, messages
 from bridge.handoff.identity import client_context
 from tests.handoff.pair import block_table, manifest, paged_cache
 
@@ -58,8 +59,22 @@ def test_a_certificate_that_is_not_configured(pair, tmp_path):
 def test_a_decoder_notices_a_prefiller_with_another_certificate(pair, tmp_path):
     other = create_identity("other", tmp_path)
     pair.decoder._peers["prefill-0"] = PeerConfig(other.certificate, "127.0.0.1", pair.prefiller.port)
-    with pytest.raises(errors.CannotConnect):
+    with pytest.raises(errors.CannotConnect, match="another certificate than the one configured") as refused:
         pair.decoder.fetch(_ticket(), pair.target(paged_cache(64, 4, None), block_table(64, 4, 1)))
+    assert "copy its current .crt file" in refused.value.advice
+
+
+def test_a_decoder_that_the_prefiller_does_not_know_is_told_why(pair, tmp_path):
+    stranger = create_identity("stranger", tmp_path)
+    at = {"prefill-0": PeerConfig(pair.prefill_identity.certificate, "127.0.0.1", pair.prefiller.port)}
+    decoder = Decoder(stranger, at, CpuReferenceDevice(), pair.decoder.agent, staging_bytes=1 << 20)
+    try:
+        with pytest.raises(errors.CannotConnect) as refused:
+            decoder.fetch(_ticket(), pair.target(paged_cache(64, 4, None), block_table(64, 4, 1)))
+        assert "ended the connection before its greeting" in refused.value.detail
+        assert "not among its peers" in refused.value.advice
+    finally:
+        decoder.close()
 
 
 def _ticket():

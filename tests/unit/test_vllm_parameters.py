@@ -3,13 +3,14 @@
 import json
 
 import pytest
+from cryptography.hazmat.primitives import serialization
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge.handoff import Ticket, create_identity
 from bridge.vllm import params
 from bridge.vllm.config import ConnectorConfig
-from bridge.vllm.errors import BadConfiguration, BadParameters
+from bridge.vllm.errors import BadConfiguration, BadParameters, traceback_of
 from bridge.vllm.params import DecodeOrder, PrefillOrder
 
 TICKET = Ticket("prefill-0", "r", 7, 1)
@@ -126,6 +127,8 @@ def test_defaults(entries):
         ("peers", {"prefill-0": {"certificate": "x", "port": 99999}}, "port of 'prefill-0'"),
         ("codec_by_layer", {"-1": "raw"}, "codec_by_layer"),
         ("lossy_prefix_cache", "perhaps", "lossy_prefix_cache"),
+        ("peers", {}, "peers is empty"),
+        ("data_port", 7750, "set agent to stream"),
     ],
 )
 def test_wrong_configurations(entries, key, value, says):
@@ -136,7 +139,7 @@ def test_wrong_configurations(entries, key, value, says):
 
 def test_two_ports_are_not_one(entries):
     with pytest.raises(BadConfiguration, match="both 7700"):
-        ConnectorConfig.parse({**entries, "port": 7700, "data_port": 7700})
+        ConnectorConfig.parse({**entries, "port": 7700, "data_port": 7700, "agent": "stream"})
 
 
 @pytest.mark.parametrize("key", ["name", "certificate", "private_key", "peers"])
@@ -147,8 +150,43 @@ def test_missing_keys(entries, key):
 
 
 def test_lossy_kv_is_not_handed_on(entries):
+    entries = {**entries, "port": 7700}
     consenting, strict = ConnectorConfig.parse({**entries, "lossy_prefix_cache": True}), ConnectorConfig.parse(entries)
     with pytest.raises(BadConfiguration, match="kv_both"):
         consenting.check_role(produces=True, consumes=True)
     consenting.check_role(produces=False, consumes=True)
     strict.check_role(produces=True, consumes=True)
+
+
+def test_a_key_that_belongs_to_another_certificate(entries, tmp_path):
+    with pytest.raises(BadConfiguration, match="no certificate and its key"):
+        ConnectorConfig.parse({**entries, "private_key": str(tmp_path / "prefill-0.key")})
+
+
+def test_an_encrypted_key_is_refused_and_nobody_is_asked_for_a_password(entries, tmp_path):
+    key = serialization.load_pem_private_key((tmp_path / "decode-0.key").read_bytes(), None)
+    hidden = serialization.BestAvailableEncryption(b"password")
+    path = tmp_path / "encrypted.key"
+    path.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, hidden))
+    with pytest.raises(BadConfiguration, match="no certificate and its key"):
+        ConnectorConfig.parse({**entries, "private_key": str(path)})
+
+
+def test_each_role_has_what_it_needs(entries):
+    peer = {"certificate": entries["peers"]["prefill-0"]["certificate"]}
+    for missing in ({}, {"host": "10.0.0.1"}, {"port": 7700}):
+        config = ConnectorConfig.parse({**entries, "peers": {"prefill-0": {**peer, **missing}}})
+        with pytest.raises(BadConfiguration, match="peer 'prefill-0' has no host and port"):
+            config.check_role(produces=False, consumes=True)
+        with pytest.raises(BadConfiguration, match="port is missing"):
+            config.check_role(produces=True, consumes=False)
+    ConnectorConfig.parse({**entries, "port": 7700, "peers": {"prefill-0": peer}}).check_role(produces=True, consumes=False)
+
+
+def test_a_log_line_shows_the_cause_where_there_is_one():
+    typed = BadParameters("no such thing")
+    assert traceback_of(typed) is None
+    typed.__cause__ = ZeroDivisionError("deep below")
+    assert traceback_of(typed) is typed
+    plain = ZeroDivisionError("untyped")
+    assert traceback_of(plain) is plain
