@@ -63,13 +63,17 @@ def _flush() -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 0, 1 where something that was checked is not so, 2 where it could not run."""
     top, by_name = parsers()
+    if sys.stdout is None:  # closed by whoever started this
+        print("kvbridge: standard output is closed, so nothing can be said there", file=sys.stderr)
+        return USAGE_ERROR
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A character that the terminal's encoding lacks, or a file name that is not UTF-8, is no reason for a traceback.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         options, unknown = top.parse_known_args(arguments)
     except SystemExit:
-        _flush()
+        if not _flush():
+            return USAGE_ERROR
         raise
     if unknown:
         by_name[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")

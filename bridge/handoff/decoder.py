@@ -373,7 +373,7 @@ class Decoder:
                 f"prefiller {name!r} at {peer.host}:{peer.port} showed another certificate than the one configured for it",
                 remedy="copy its current .crt file here, or correct its address",
             ) from None
-        except (OSError, ssl.SSLError, TimeoutError) as error:
+        except (OSError, TimeoutError, ValueError) as error:  # ValueError: a name that is none, such as "a..b"
             reason = str(error) or f"no answer within {self.bounds.connect} s"
             raise CannotConnect(f"prefiller {name!r} at {peer.host}:{peer.port}: {reason}") from None
         channel = Channel(reader, writer, name, self.bounds.silence)

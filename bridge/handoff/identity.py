@@ -116,10 +116,14 @@ def client_context(identity: Identity, peer: PeerConfig) -> ssl.SSLContext:
 
 
 class PinnedPeers:
-    """Names of the configured peers by their certificate."""
+    """Names of the configured peers by their certificate. Raises BadIdentity where two have the same."""
 
     def __init__(self, peers: Mapping[str, PeerConfig]) -> None:
-        self._names = {certificate_der(peer.certificate): name for name, peer in peers.items()}
+        self._names: dict[bytes, str] = {}
+        for name, peer in peers.items():
+            other = self._names.setdefault(certificate_der(peer.certificate), name)
+            if other != name:
+                raise BadIdentity(f"the peers {other!r} and {name!r} have the same certificate", remedy="make an identity for each")
 
     def name_of(self, certificate: bytes | None) -> str:
         """The peer that this DER certificate belongs to. Raises PeerUnknown."""

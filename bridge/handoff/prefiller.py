@@ -62,6 +62,8 @@ class Prefiller:
     ) -> None:
         self.identity, self.device, self.agent, self.bounds, self.observe = identity, device, agent, bounds, observe
         self.counters = Counters()
+        if not host:
+            raise CannotListen("no address was given for the control port", remedy="give one; 0.0.0.0 is all of IPv4")
         self._instance = secrets.token_bytes(16)
         self._closed = False
         self._pool = StagingPool(staging_bytes)
@@ -75,7 +77,7 @@ class Prefiller:
             self._loop.loop.call_soon_threadsafe(device.attach)
         try:
             self.port: int = self._loop.run(self._listener.open(host, port), bounds.connect)
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, ValueError) as error:  # ValueError: a name that is none, such as "a..b"
             self._loop.close()
             self._registration.release()
             reason = (error.strerror if isinstance(error, OSError) else None) or error

@@ -47,6 +47,7 @@ class StagingPool:
     def used(self) -> int:
         """Bytes that are not free: taken or quarantined."""
         with self._changed:
+            self._settle()
             return self.capacity - sum(size for _, size in self._free)
 
     @property

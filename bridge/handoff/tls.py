@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from bridge.handoff.messages import MAX_MESSAGE_BYTES
 
@@ -22,12 +23,25 @@ class _Protocol(asyncio.StreamReaderProtocol, asyncio.BufferedProtocol):
     ) -> None:
         super().__init__(reader, connected)
         self._into = memoryview(bytearray(_READ_BYTES))
+        self._tls: Any = None  # an ssl.SSLObject
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._tls = transport.get_extra_info("ssl_object")
+        super().connection_made(transport)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._into
 
     def buffer_updated(self, nbytes: int) -> None:
         self.data_received(bytes(self._into[:nbytes]))
+        # At the end of a connection asyncio asks but once, and drops what is left.
+        while nbytes == _READ_BYTES and self._tls is not None:
+            try:
+                nbytes = self._tls.read(_READ_BYTES, self._into)
+            except ssl.SSLError:  # nothing is left, or it is damaged: asyncio meets that at its own next read
+                return
+            if nbytes:
+                self.data_received(bytes(self._into[:nbytes]))
 
 
 async def connect(

@@ -45,8 +45,8 @@ class Described(msgspec.Struct, frozen=True, array_like=True):
 
 def check_name(name: str) -> None:
     """Raises AgentUnavailable."""
-    if not 0 < len(name.encode()) <= MAX_NAME_BYTES:
-        raise AgentUnavailable(f"an agent's name has 1 to {MAX_NAME_BYTES} bytes", remedy="choose a shorter name")
+    if not 0 < len(name.encode("utf-8", "replace")) <= MAX_NAME_BYTES or name != name.encode("utf-8", "replace").decode():
+        raise AgentUnavailable(f"an agent's name has 1 to {MAX_NAME_BYTES} bytes of UTF-8", remedy="choose another name")
 
 
 def encode(described: Described) -> bytes:

@@ -49,8 +49,8 @@ def check_ranges(source: RemoteMemory, target: Memory, ranges: Sequence[ReadRang
     return table
 
 
-def pieces_of(table: np.ndarray, piece_bytes: int) -> list[np.ndarray]:
-    """Cuts ranges into pieces of at most `piece_bytes` bytes and RANGES_PER_PIECE ranges."""
+def pieces_of(table: np.ndarray, piece_bytes: int, most: int = RANGES_PER_PIECE) -> list[np.ndarray]:
+    """Cuts ranges into pieces of at most `piece_bytes` bytes and `most` ranges."""
     if (table[:, 2] > piece_bytes).any():
         parts = []
         for remote, local, nbytes in table.tolist():
@@ -59,7 +59,7 @@ def pieces_of(table: np.ndarray, piece_bytes: int) -> list[np.ndarray]:
         table = np.concatenate(parts)
     pieces, start, held = [], 0, 0
     for i, nbytes in enumerate(table[:, 2].tolist()):
-        if i > start and (held + nbytes > piece_bytes or i - start == RANGES_PER_PIECE):
+        if i > start and (held + nbytes > piece_bytes or i - start == most):
             pieces.append(table[start:i])
             start, held = i, 0
         held += nbytes

@@ -14,10 +14,30 @@ from bridge.codecs import declared
 from bridge.codecs.errors import UnknownCodec
 from bridge.handoff import Bounds, Identity, PeerConfig
 from bridge.handoff.errors import BadBounds, BadIdentity
-from bridge.handoff.identity import server_context
+from bridge.handoff.identity import PinnedPeers, server_context
 from bridge.handoff.staging import Where
 from bridge.transfer.choose import KINDS
 from bridge.vllm.errors import BadConfiguration
+
+_SHOWN = 80
+
+
+def _shown(value: object) -> str:
+    """A value that may be anything, in a sentence."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+def _is_text(value: str) -> bool:
+    return value.encode("utf-8", "replace").decode() == value
+
+
+def _is_host(value: str) -> bool:
+    """Whether a resolver can be asked for it."""
+    try:
+        return bool(value) and len(value) <= 253 and "\0" not in value and bool(value.encode("idna"))
+    except UnicodeError:
+        return False
 
 
 def _bounds(given: Mapping[str, float]) -> Bounds:
@@ -104,11 +124,13 @@ class ConnectorConfig:
     def parse(cls, extra: Mapping[str, Any]) -> ConnectorConfig:
         """From kv_connector_extra_config. Raises BadConfiguration."""
         known = Entries.__struct_fields__
+        if not isinstance(extra, Mapping):
+            raise BadConfiguration("kv_connector_extra_config is no object of keys and values")
         for key in extra:
             if key not in known:
                 close = get_close_matches(str(key), known, n=1)
                 hint = f"did you mean {close[0]!r}?" if close else f"the keys are {', '.join(known)}"
-                raise BadConfiguration(f"kv_connector_extra_config has the unknown key {key!r}", remedy=hint)
+                raise BadConfiguration(f"kv_connector_extra_config has the unknown key {_shown(key)}", remedy=hint)
         try:
             entries = msgspec.convert(dict(extra), Entries, strict=False)
         except (msgspec.ValidationError, TypeError) as error:
@@ -125,8 +147,13 @@ class ConnectorConfig:
         ):
             if not low <= value <= high:
                 raise BadConfiguration(f"{what} is {value}, outside {low} to {high}")
-        if not entries.name:
-            raise BadConfiguration("name is empty", remedy="give the name of this host's certificate")
+        if not entries.name or not _is_text(entries.name) or len(entries.name) > 100:
+            what = "empty" if not entries.name else "no name: too long, or no Unicode text"
+            raise BadConfiguration(f"name is {what}", remedy="give the name of this engine's certificate")
+        hosts = {f"the host of peer {name!r}": peer.host for name, peer in entries.peers.items() if peer.host}
+        for what, host in {"listen": entries.listen, **hosts}.items():
+            if not _is_host(host):
+                raise BadConfiguration(f"{what} is {_shown(host)}, no address and no host's name", remedy="0.0.0.0 is all of IPv4")
         if entries.data_port and entries.data_port == entries.port:
             raise BadConfiguration(
                 f"port and data_port are both {entries.port}", remedy="give each a port of its own, and one more for each TP rank"
@@ -134,9 +161,9 @@ class ConnectorConfig:
         if entries.chunk_tokens % 16:
             raise BadConfiguration(f"chunk_tokens is {entries.chunk_tokens}, no multiple of 16")
         if entries.staging not in get_args(Where):
-            raise BadConfiguration(f"staging is {entries.staging!r}", remedy=f"choose one of {', '.join(get_args(Where))}")
+            raise BadConfiguration(f"staging is {_shown(entries.staging)}", remedy=f"choose one of {', '.join(get_args(Where))}")
         if entries.agent not in KINDS:
-            raise BadConfiguration(f"there is no transfer agent {entries.agent!r}", remedy=f"choose one of {', '.join(KINDS)}")
+            raise BadConfiguration(f"there is no transfer agent {_shown(entries.agent)}", remedy=f"choose one of {', '.join(KINDS)}")
         if not entries.peers:
             raise BadConfiguration("peers is empty, so nobody can be met", remedy="name the other engines with their certificates")
         if entries.data_port and entries.agent != "stream":
@@ -147,16 +174,22 @@ class ConnectorConfig:
             raise BadConfiguration("transports are UCX's, and the agent stream has none", remedy="leave transports out")
         for codec in (entries.codec, *entries.codec_by_layer.values()):
             try:
-                declared(codec)
+                declared(codec[:_SHOWN])
             except UnknownCodec as error:
                 raise BadConfiguration(error.detail, remedy=error.advice) from None
         files = [entries.certificate, entries.private_key, *(peer.certificate for peer in entries.peers.values())]
         for name in files:
-            if not Path(name).is_file():
-                raise BadConfiguration(f"there is no file {name}", remedy="make identities with `kvbridge identity NAME`")
+            try:
+                there = Path(name).is_file()
+            except (OSError, ValueError) as error:  # a folder of another user, a name that is too long or none
+                reason = (error.strerror or "").lower() if isinstance(error, OSError) else str(error)
+                raise BadConfiguration(f"the file {_shown(name)} cannot be looked at: {reason}") from None
+            if not there:
+                raise BadConfiguration(f"there is no file {_shown(name)}", remedy="make identities with `kvbridge identity NAME`")
         identity = Identity(entries.name, Path(entries.certificate), Path(entries.private_key))
         peers = {name: PeerConfig(Path(p.certificate), p.host, p.port) for name, p in entries.peers.items()}
         try:
+            PinnedPeers(peers)
             server_context(identity, peers)
         except BadIdentity as error:
             raise BadConfiguration(error.detail, remedy=error.advice) from None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
+from bridge.errors import KVBridgeError
 from bridge.handoff.ticket import Ticket
 from bridge.vllm import params
 from bridge.vllm.config import ConnectorConfig
@@ -69,7 +70,7 @@ class SchedulerSide:
         self._tp_size = vllm_config.parallel_config.tensor_parallel_size
         self._manager: KVCacheManager | None = None
         self._prefills: dict[str, _Prefill] = {}
-        self._decodes: dict[str, DecodeOrder | BadParameters] = {}
+        self._decodes: dict[str, DecodeOrder | KVBridgeError] = {}
         self._sending: set[str] = set()
         self._orders = StepOrders()
 
@@ -87,7 +88,9 @@ class SchedulerSide:
                 )
             if isinstance(order, PrefillOrder) and order.codec and not self._config.request_codec:
                 raise BadParameters("requests may not choose a codec here", remedy="leave it out, or set request_codec")
-        except BadParameters as error:
+            if isinstance(order, PrefillOrder) and request.prompt_token_ids:
+                self._prefills[request.request_id] = _Prefill(request, order)
+        except KVBridgeError as error:
             wants_fetch = isinstance(request.kv_transfer_params, dict) and request.kv_transfer_params.get("do_remote_prefill")
             logger.warning("request %s: %s", request.request_id, error)
             if wants_fetch:
@@ -95,8 +98,6 @@ class SchedulerSide:
             return
         if isinstance(order, DecodeOrder):
             self._decodes[request.request_id] = order
-        elif isinstance(order, PrefillOrder) and request.prompt_token_ids:
-            self._prefills[request.request_id] = _Prefill(request, order)
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int, bool]:
         """How many tokens beyond `computed` will be fetched: the rest of the prompt, once a request."""
@@ -110,8 +111,13 @@ class SchedulerSide:
         order = self._decodes.pop(request.request_id, None)
         if order is None:
             return
-        error = str(order) if isinstance(order, BadParameters) else ""
+        error = str(order) if isinstance(order, KVBridgeError) else ""
         good = order if isinstance(order, DecodeOrder) else None
+        content: Content = ()
+        try:
+            content = content_of(request)
+        except KVBridgeError as bad:  # token ids that no tokenizer gives
+            good, error = None, str(bad)
         if external > 0:
             end = request.num_prompt_tokens - self._recomputed
             load = Load(
@@ -121,7 +127,7 @@ class SchedulerSide:
                 tuple(tuple(group) for group in blocks.get_block_ids()),
                 end - external,
                 end,
-                content_of(request),
+                content,
             )
             self._orders.loads.append(load)
         elif good is not None:

@@ -4,13 +4,14 @@ import asyncio
 import socket
 import ssl
 import struct
+import threading
 import time
 
 import pytest
 
 from backends.cpu.device import CpuReferenceDevice
-from bridge.handoff import Decoder, PeerConfig, create_identity, errors, messages
-from bridge.handoff.identity import client_context
+from bridge.handoff import Decoder, PeerConfig, Prefiller, create_identity, errors, messages
+from bridge.handoff.identity import PinnedPeers, client_context
 from tests.handoff.pair import block_table, manifest, paged_cache
 
 
@@ -62,6 +63,36 @@ def test_a_decoder_notices_a_prefiller_with_another_certificate(pair, tmp_path):
     with pytest.raises(errors.CannotConnect, match="another certificate than the one configured") as refused:
         pair.decoder.fetch(_ticket(), pair.target(paged_cache(64, 4, None), block_table(64, 4, 1)))
     assert "copy its current .crt file" in refused.value.advice
+
+
+BAD_HOSTS = ("a..b", "x" * 64, "\ud800", "nul\0l")
+
+
+@pytest.mark.parametrize("host", ["", *BAD_HOSTS])
+def test_a_prefiller_with_a_host_that_is_none(pair, host):
+    """Nothing of it stays, and an empty one does not mean every interface."""
+    agent, before = pair.prefiller.agent, set(threading.enumerate())
+    registered = agent.registered_bytes()
+    with pytest.raises(errors.CannotListen):
+        Prefiller(pair.prefill_identity, {}, CpuReferenceDevice(), agent, staging_bytes=1 << 20, host=host)
+    assert agent.registered_bytes() == registered
+    limit = time.monotonic() + 5
+    while set(threading.enumerate()) - before:
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("host", BAD_HOSTS)
+def test_a_decoder_whose_peer_has_a_host_that_is_none(pair, host):
+    pair.decoder._peers["prefill-0"] = PeerConfig(pair.prefill_identity.certificate, host, pair.prefiller.port)
+    with pytest.raises(errors.CannotConnect):
+        pair.decoder.fetch(_ticket(), pair.target(paged_cache(64, 4, None), block_table(64, 4, 1)))
+
+
+def test_two_peers_with_one_certificate(pair):
+    one = PeerConfig(pair.prefill_identity.certificate)
+    with pytest.raises(errors.BadIdentity, match="'a' and 'b' have the same certificate"):
+        PinnedPeers({"a": one, "b": one})
 
 
 def test_a_decoder_that_the_prefiller_does_not_know_is_told_why(pair, tmp_path):

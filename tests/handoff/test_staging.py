@@ -56,3 +56,13 @@ def test_quarantine_counts_until_it_settles():
     settled.append(True)
     assert pool.try_take(2 * ALIGNMENT) is not None
     assert pool.quarantined == 0
+
+
+def test_what_has_settled_is_not_shown_as_used():
+    """An idle decoder asks for no room, and its gauge is all that is looked at."""
+    pool = StagingPool(1 << 16)
+    extent, over = pool.try_take(5000), []
+    pool.quarantine(extent, lambda: bool(over))
+    assert pool.used == 8192
+    over.append(True)
+    assert pool.used == 0

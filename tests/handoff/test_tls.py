@@ -1,6 +1,9 @@
 """What a control message costs in memory: nothing that its size does not explain."""
 
 import asyncio
+import contextlib
+import socket
+import ssl
 import tracemalloc
 
 import pytest
@@ -71,3 +74,41 @@ def test_more_than_a_record_arrives_whole(contexts):
         return got == sent
 
     assert asyncio.run(cross())
+
+
+@pytest.mark.parametrize("goodbye", [True, False])
+def test_what_was_sent_before_the_end_arrives_whole(contexts, goodbye):
+    """Also from a peer that dies. asyncio reads but once at the end; what did not fit into one read was lost."""
+    nbytes = 200_000
+
+    def send(port):
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as raw, contexts[1].wrap_socket(raw) as peer:
+            peer.sendall(bytes(nbytes))
+            if goodbye:
+                peer.unwrap().close()
+            else:
+                peer.shutdown(socket.SHUT_WR)
+                with contextlib.suppress(OSError):
+                    while peer.recv(1 << 16):
+                        pass
+
+    async def receive():
+        got = asyncio.get_running_loop().create_future()
+
+        async def count(reader, writer):
+            total = 0
+            try:
+                while data := await reader.read(1 << 16):
+                    total += len(data)
+            except (ConnectionError, ssl.SSLError):
+                pass
+            got.set_result(total)
+            writer.close()
+
+        server = await tls.serve(count, "127.0.0.1", 0, contexts[0], 10)
+        await asyncio.to_thread(send, server.sockets[0].getsockname()[1])
+        total = await asyncio.wait_for(got, 10)
+        server.close()
+        return total
+
+    assert [asyncio.run(receive()) for _ in range(10)] == [nbytes] * 10

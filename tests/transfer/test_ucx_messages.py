@@ -32,9 +32,13 @@ def test_survives_the_wire(message):
     assert wire.decode(buffer(wire.encode(message).tobytes())) == message
 
 
-def test_the_largest_read_fits():
+def test_messages_are_sent_unasked_so_that_none_waits_for_its_sender():
+    """All but a Hello from a host whose address is long."""
     full = wire.Read(SESSION, wire.REQUESTS - 1, (1 << 63) - 1, bytes(wire.RANGE.itemsize * wire.RANGES_PER_REQUEST))
-    assert len(wire.encode(full)) <= wire.CONTROL_BYTES
+    said = "a range lies outside the registered memory, and more words than any sentence of the owner has, by far and by a margin"
+    for message in (full, wire.Verdict(SESSION, wire.REQUESTS - 1, said), wire.Welcome(SESSION, said), wire.Bye(SESSION)):
+        assert len(wire.encode(message)) < wire.EAGER_BYTES
+    assert len(wire.encode(wire.Hello(SESSION, bytes(32), bytes(350)))) < wire.EAGER_BYTES
     with pytest.raises(BadMessage):
         wire.encode(wire.Hello(SESSION, bytes(32), bytes(wire.CONTROL_BYTES)))
 

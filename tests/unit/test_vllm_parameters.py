@@ -1,6 +1,7 @@
 """What requests and operators may write for the vLLM connector, without vLLM: one typed refusal for everything that is wrong."""
 
 import json
+from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives import serialization
@@ -128,6 +129,15 @@ def test_defaults(entries):
         ("codec_by_layer", {"-1": "raw"}, "codec_by_layer"),
         ("lossy_prefix_cache", "perhaps", "lossy_prefix_cache"),
         ("peers", {}, "peers is empty"),
+        ("name", "\ud800", "no Unicode text"),
+        ("name", "n" * 101, "too long"),
+        ("listen", "", "0.0.0.0 is all of IPv4"),
+        ("listen", "a..b", "no host's name"),
+        ("peers", {"prefill-0": {"certificate": "x", "host": "a..b"}}, "host of peer 'prefill-0'"),
+        ("peers", {"prefill-0": {"certificate": "\ud800"}}, "there is no file"),
+        ("certificate", "/" + "c" * 100_000, "cannot be looked at"),
+        ("staging", "s" * 100_000, "staging is 'sss"),
+        ("codec", "c" * 100_000, "there is no codec named"),
         ("data_port", 7750, "set agent to stream"),
     ],
 )
@@ -135,6 +145,7 @@ def test_wrong_configurations(entries, key, value, says):
     with pytest.raises(BadConfiguration) as caught:
         ConnectorConfig.parse({**entries, key: value})
     assert says in f"{caught.value.detail} {caught.value.advice}"
+    assert len(str(caught.value)) < 1000
 
 
 def test_two_ports_are_not_one(entries):
@@ -156,6 +167,28 @@ def test_lossy_kv_is_not_handed_on(entries):
         consenting.check_role(produces=True, consumes=True)
     consenting.check_role(produces=False, consumes=True)
     strict.check_role(produces=True, consumes=True)
+
+
+def test_what_is_no_configuration_at_all():
+    for extra in (None, 5, "x", ["name"]):
+        with pytest.raises(BadConfiguration, match="no object"):
+            ConnectorConfig.parse(extra)
+
+
+def test_two_peers_with_one_certificate_and_a_folder_that_is_closed(entries, monkeypatch):
+    peer = entries["peers"]["prefill-0"]
+    with pytest.raises(BadConfiguration, match="have the same certificate"):
+        ConnectorConfig.parse({**entries, "peers": {"prefill-0": peer, "prefill-1": peer}})
+    real = Path.is_file
+
+    def closed(path):
+        if path.name == "decode-0.key":
+            raise PermissionError(13, "Permission denied")
+        return real(path)
+
+    monkeypatch.setattr(Path, "is_file", closed)  # root may look into every folder
+    with pytest.raises(BadConfiguration, match="cannot be looked at: permission denied"):
+        ConnectorConfig.parse(entries)
 
 
 def test_a_key_that_belongs_to_another_certificate(entries, tmp_path):

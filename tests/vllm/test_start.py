@@ -28,3 +28,13 @@ def test_engines_that_would_share_a_name_and_a_port_are_refused(said):
 
 def test_the_log_line_has_no_differences_of_gauges(said):
     assert said["log line"] == {"prefiller_offered": 1}
+
+
+def test_token_ids_that_no_tokenizer_gives_end_no_scheduler(said):
+    """HTTP refuses them, a program that calls the engine may not."""
+    assert said["fetch"] == [3, "", False]
+    count, error, _ = said["fetch of no tokens"]
+    assert count == 3
+    assert "token" in error
+    assert said["prefill"] == [0, "", True]
+    assert said["prefill of no tokens"] == [0, "", False]

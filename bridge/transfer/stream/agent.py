@@ -165,6 +165,8 @@ class StreamAgent:
         self._closed = False
         self._cipher = ""
         self._listener: Listener | None = None
+        if serves and not host:
+            raise AgentUnavailable("no address was given for the data port", remedy="give one; 0.0.0.0 is all of IPv4")
         if serves:
             pinned = PinnedPeers(peers)
             try:
@@ -178,8 +180,8 @@ class StreamAgent:
                     connect_seconds=connect_seconds,
                     silence=silence,
                 )
-            except OSError as error:
-                reason = error.strerror or str(error)
+            except (OSError, OverflowError, ValueError) as error:  # ValueError: a name that is none, such as "a..b"
+                reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
                 raise AgentUnavailable(f"{host}:{port} cannot be opened: {reason}", remedy="choose another port or address") from error
 
     # -- what peers and operators ask

@@ -306,7 +306,7 @@ def open_connection(
             raise
         if isinstance(error, TransferError):
             raise PeerUnreachable(f"{peer} at {address[0]}:{address[1]} does not answer: {error.detail}") from error
-        if isinstance(error, LOST):
+        if isinstance(error, (*LOST, ValueError)):  # ValueError: a name that is none, such as "a..b"
             raise PeerUnreachable(f"{peer} at {address[0]}:{address[1]} does not answer: {_reason(error)}") from error
         raise
 

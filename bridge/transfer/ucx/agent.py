@@ -163,6 +163,7 @@ class UcxAgent:
         self.name = name
         self._serves = serves
         self._connect_seconds, self._patience = connect_seconds, patience
+        self._window = in_flight_bytes
         self._piece_bytes = max(4096, in_flight_bytes // 4)
         self._instance = secrets.token_bytes(described.INSTANCE_BYTES)
         self._lock = threading.RLock()
@@ -197,7 +198,7 @@ class UcxAgent:
         self._owner.tick()
         for link in self._all_links:
             link.tick()
-        self._all_links = [link for link in self._all_links if link.failure is None or not all(r.settled for r in link.readings)]
+        self._all_links = [link for link in self._all_links if not link.over]
 
     def _ended(self, reading: Reading) -> None:
         with self._lock:
@@ -370,7 +371,8 @@ class UcxAgent:
             region, start = described.region_of(peer._regions, source, peer.name)
             table[:, 0] += start
             nbytes = int(table[:, 2].sum())
-            reading = Reading(target.array, region, pieces_of(table, self._piece_bytes), nbytes, self._ended)
+            pieces = pieces_of(table, self._piece_bytes, wire.RANGES_PER_REQUEST)
+            reading = Reading(target.array, region, pieces, nbytes, self._window, self._ended)
             transfer = UcxTransfer(peer, target, reading)
             self._tally.started += 1
             self.progress()

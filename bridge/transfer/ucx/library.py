@@ -38,9 +38,11 @@ class _EndpointAttributes(ctypes.Structure):
 def load() -> tuple[Any, Any]:
     """ucxx's bindings and its Array. Raises AgentUnavailable.
 
-    Importing ucxx sets UCX variables in the environment, for every UCX of the process; what it sets is taken back.
+    Importing ucxx sets UCX variables in the environment, for every UCX of the process; what it sets is taken back. UCX reads where to write
+    its log while it is loaded: standard output, unless told, where it would stand among a program's own.
     """
     before = dict(os.environ)
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")
     try:
         return importlib.import_module("ucxx._lib.libucxx"), importlib.import_module("ucxx._lib.arr").Array
     except ModuleNotFoundError as error:

@@ -36,7 +36,6 @@ class _Session:
         self.endpoint = endpoint
         self.under_way: dict[int, int] = {}  # request: region
         self.moved = time.monotonic()
-        self.leaving = False
 
 
 class Owner:
@@ -62,9 +61,7 @@ class Owner:
         if isinstance(message, wire.Read):
             self._read(session, message)
         elif isinstance(message, wire.Bye):
-            session.leaving = True
-            if not session.under_way:
-                self._drop(message.session)
+            self._drop(message.session)
 
     def _hello(self, hello: wire.Hello) -> None:
         if not hmac.compare_digest(hello.proof, wire.prove(self._instance, hello.session, hello.address)):
@@ -112,8 +109,6 @@ class Owner:
             served.leave()
             session.moved = time.monotonic()
             session.under_way.pop(read.request, None)
-            if session.leaving and not session.under_way:
-                self._drop(read.session)
 
         worker.send(session.endpoint, pairs, sent)
 

@@ -15,26 +15,39 @@ from bridge.transfer.ucx import wire
 from bridge.transfer.ucx.library import transports_of
 from bridge.transfer.ucx.worker import OK, UcxWorker
 
-_PIECES_OF_A_READ = 4
+_PIECES_OF_A_READ = 16
 _PIECES_OF_A_LINK = 32
+_BYE_SECONDS = 0.2
+_LEAVE_SECONDS = 0.5
+"""For what is under way when a link is left: endpoints that are closed by force may keep their sockets (UCX 1.21, TCP)."""
 
 
 class Reading:
     """One read: its pieces, and what became of it."""
 
-    def __init__(self, target: np.ndarray, region: int, pieces: list[np.ndarray], nbytes: int, ended: Callable[[Reading], None]) -> None:
+    def __init__(
+        self, target: np.ndarray, region: int, pieces: list[np.ndarray], nbytes: int, window: int, ended: Callable[[Reading], None]
+    ) -> None:
         """target: uint8, the registered memory. pieces: int64 [n, 3] of (byte of the region, byte of the target, bytes).
 
-        ended: called once, when the outcome is known, before `settled` is true.
+        window: bytes that are asked for at a time, and at least one piece. ended: called once, when the outcome is known, before `settled`
+        is true.
         """
-        self.target, self.region, self.nbytes = target, region, nbytes
+        self.target, self.region, self.nbytes, self.window = target, region, nbytes, window
         self.waiting = deque(pieces)
-        self.in_flight = 0
+        self.in_flight = self.bytes_in_flight = 0
         self.failure: str | None = None
         self.given_up = False
         self.settled = False
         """No byte can arrive any more. Read from any thread, set on the worker's."""
         self._ended: Callable[[Reading], None] | None = ended
+
+    @property
+    def may_ask(self) -> bool:
+        """Whether there is another piece, and room for it on the way."""
+        if not self.waiting or self.in_flight >= _PIECES_OF_A_READ:
+            return False
+        return not self.in_flight or self.bytes_in_flight + int(self.waiting[0][:, 2].sum()) <= self.window
 
     def update(self) -> None:
         """Notes the end when there is one."""
@@ -48,8 +61,8 @@ class Reading:
 
 
 class _Piece:
-    def __init__(self, reading: Reading) -> None:
-        self.reading = reading
+    def __init__(self, reading: Reading, nbytes: int) -> None:
+        self.reading, self.nbytes = reading, nbytes
         self.verdict: str | None = None
         self.status: int | None = None
 
@@ -72,6 +85,8 @@ class Link:
         self._pieces: dict[int, _Piece] = {}
         self._moved = time.monotonic()
         self._transports: list[str] = []
+        self._closed, self._close_by = False, 0.0
+        self._leave_by: float | None = None
         self._endpoint: Any = worker.connect(address)
         proof = wire.prove(instance, self._session, worker.address)
         worker.say(self._endpoint, wire.Hello(self._session, proof, worker.address))
@@ -126,7 +141,7 @@ class Link:
         while progress and len(self._pieces) < _PIECES_OF_A_LINK:
             progress = False
             for reading in self.readings:
-                if reading.waiting and reading.in_flight < _PIECES_OF_A_READ and len(self._pieces) < _PIECES_OF_A_LINK:
+                if reading.may_ask and len(self._pieces) < _PIECES_OF_A_LINK:
                     self._ask(reading)
                     progress = True
 
@@ -138,8 +153,9 @@ class Link:
         rows["offset"], rows["nbytes"] = table[:, 0], table[:, 2]
         target = reading.target
         pairs = [(target[at : at + n], wire.data_tag(number, i)) for i, (_, at, n) in enumerate(table.tolist())]
-        piece = self._pieces[number] = _Piece(reading)
+        piece = self._pieces[number] = _Piece(reading, int(rows["nbytes"].sum()))
         reading.in_flight += 1
+        reading.bytes_in_flight += piece.nbytes
 
         def received(status: int) -> None:
             piece.status = status
@@ -159,20 +175,30 @@ class Link:
             return
         reading = piece.reading
         reading.in_flight -= 1
+        reading.bytes_in_flight -= piece.nbytes
         if piece.status != OK:
             reading.failure = reading.failure or self.failure or f"UCX reports status {piece.status}"
         elif piece.verdict:
             reading.failure = reading.failure or piece.verdict
         reading.update()
         self.pump()
+        if self._leave_by is not None and not self._pieces:
+            self._part()
 
     def tick(self) -> None:
         """Notices an owner that has gone, or that is silent while the target of a read that was given up is not safe."""
+        now = time.monotonic()
+        if self._leave_by is not None:
+            if now > self._leave_by:
+                self._part()
+            return
         if self.failure is not None:
+            if not self._closed and now > self._close_by:
+                self._close()
             return
         if not self._endpoint.alive:
             self.fail("the peer is gone")
-        elif time.monotonic() - self._moved > self._patience and any(r.given_up and not r.settled for r in self.readings):
+        elif now - self._moved > self._patience and any(r.given_up and not r.settled for r in self.readings):
             self.fail(f"the peer was silent for {self._patience} s after a read was given up")
 
     def fail(self, reason: str) -> None:
@@ -181,7 +207,7 @@ class Link:
             return
         self.failure = reason
         self._transports = []
-        self._worker.disconnect(self._endpoint)
+        self._part()
         for reading in self.readings:
             if not reading.settled and not reading.given_up:
                 reading.failure = reading.failure or reason
@@ -189,15 +215,34 @@ class Link:
         self.ready.set()
 
     def leave(self) -> None:
-        """Nobody uses this link any more. With bytes under way the endpoint is closed at once; else the owner is told first."""
+        """Nobody uses this link any more: nothing more is asked for, and what is under way gets a moment to arrive."""
         if self.failure is not None:
             return
-        if self._pieces:
-            self.fail("it was disconnected")
-            return
-        worker, endpoint = self._worker, self._endpoint
         self.failure = "it was disconnected"
+        for reading in self.readings:
+            self.give_up(reading)
+        if self._pieces:
+            self._leave_by = time.monotonic() + _LEAVE_SECONDS
+        else:
+            self._part()
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing remains to be done."""
+        return self._closed and all(reading.settled for reading in self.readings)
+
+    def _part(self) -> None:
+        """Tells the owner, whose own endpoint notices nothing, and closes ours; at once where it cannot be told soon."""
+        self._leave_by, self._close_by = None, time.monotonic() + _BYE_SECONDS
         try:
-            worker.say(endpoint, wire.Bye(self._session), lambda status: worker.disconnect(endpoint))
+            if self._endpoint.alive:
+                self._worker.say(self._endpoint, wire.Bye(self._session), lambda status: self._close())
+            else:
+                self._close()
         except Exception:  # the bindings raise types of their own
-            worker.disconnect(endpoint)
+            self._close()
+
+    def _close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._worker.disconnect(self._endpoint)

@@ -1,6 +1,6 @@
 """Control messages of the ucx agent, and the tags under which bytes travel.
 
-A message: magic "KVBU", u32 bytes (little-endian), msgpack of one of the types below; 32 KiB at most. The bytes of range i of a request
+A message: magic "KVBU", u32 bytes (little-endian), msgpack of one of the types below; 16 KiB at most. The bytes of range i of a request
 travel as one UCX message with the tag data_tag(request, i), sent by the owner from its registered memory after a Verdict that accepts.
 """
 
@@ -14,9 +14,17 @@ import numpy as np
 
 from bridge.transfer.errors import TransferError
 
-CONTROL_BYTES = 32 << 10
+CONTROL_BYTES = 16 << 10
 CONTROL_TAG = 1
-RANGES_PER_REQUEST = 1024
+EAGER_BYTES = 512
+"""Messages of so many bytes or more are not sent before their receiver has asked (UCX's rendezvous). Below, any transport sends one piece.
+
+A message sent unasked in several pieces, of which some had come when its endpoint was closed, is never completed by UCX (1.21, over TCP up
+to several megabytes): its target would stay in quarantine for ever. It costs a round trip for what a transport sends in one piece anyway.
+But a rendezvous also waits for a sender that may have gone, and control messages of all readers come to the same receives. So these stay
+below, Hello excepted where a host's address is long.
+"""
+RANGES_PER_REQUEST = 24
 SESSION_BYTES = 16
 RANGE = np.dtype([("offset", "<u8"), ("nbytes", "<u8")])
 
@@ -53,7 +61,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="w"):
 
 
 class Read(msgspec.Struct, frozen=True, tag="r"):
-    """rows: RANGE [n], 1 to 1024."""
+    """rows: RANGE [n], 1 to RANGES_PER_REQUEST."""
 
     session: bytes
     request: int
@@ -70,7 +78,7 @@ class Verdict(msgspec.Struct, frozen=True, tag="v"):
 
 
 class Bye(msgspec.Struct, frozen=True, tag="b"):
-    """From a reader: it closes its endpoint."""
+    """From a reader: it closes its endpoint, and takes nothing more."""
 
     session: bytes
 
@@ -90,7 +98,7 @@ def data_tag(request: int, index: int) -> int:
 
 
 def encode(message: Message) -> np.ndarray:
-    """uint8 [n]. Raises BadMessage beyond 32 KiB."""
+    """uint8 [n]. Raises BadMessage beyond CONTROL_BYTES."""
     body = msgspec.msgpack.encode(message)
     if len(body) > CONTROL_BYTES - _HEAD.size:
         raise BadMessage(f"a control message of {len(body)} bytes")

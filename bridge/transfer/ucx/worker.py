@@ -7,6 +7,7 @@ import contextlib
 import os
 import select
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -20,15 +21,10 @@ from bridge.transfer.ucx.library import INSTALL, load
 
 T = TypeVar("T")
 
-_CONTROL_BUFFERS = 16
+_CONTROL_BUFFERS = 64
 _SPINS = 128  # progress calls between two looks at what has completed
 _CLOSE_NANOSECONDS = 2 * 10**9
-_RENDEZVOUS_BYTES = 512
-"""Longer messages are not sent before their receiver has asked. Below, any transport sends a message in one piece.
-
-A message sent unasked in several pieces, of which some had come when its endpoint was closed, is never completed by UCX (1.21, over TCP up
-to several megabytes): its target would stay in quarantine for ever. It costs a round trip for messages between this and a transport's own.
-"""
+_LOOK_SECONDS = 0.001
 OK = 0
 IN_PROGRESS = 1
 
@@ -54,7 +50,7 @@ class UcxWorker:
         self._handle, self._tick = handle, tick
         self._bindings, self._array = load()
         u = self._bindings
-        options = {"WARN_UNUSED_ENV_VARS": "n", "RNDV_THRESH": str(_RENDEZVOUS_BYTES)} | ({} if tls is None else {"TLS": tls})
+        options = {"WARN_UNUSED_ENV_VARS": "n", "RNDV_THRESH": str(wire.EAGER_BYTES)} | ({} if tls is None else {"TLS": tls})
         try:
             self._context = u.UCXContext(options, feature_flags=(u.Feature.TAG, u.Feature.WAKEUP))
             self._worker = u.UCXWorker(self._context)
@@ -69,9 +65,10 @@ class UcxWorker:
         self._jobs: deque[Callable[[], None]] = deque()
         self._watches: list[_Watch] = []
         self._endpoints: list[Any] = []
-        self._control: deque[tuple[Any, np.ndarray]] = deque()
+        self._control: list[tuple[Any, np.ndarray]] = []
         for buffer in np.zeros((_CONTROL_BUFFERS, wire.CONTROL_BYTES), np.uint8):
             self._post_control(buffer)
+        self._looked = 0.0
         self._closing = False
         self.ignored = 0
         """Control messages that were malformed or out of turn."""
@@ -183,20 +180,36 @@ class UcxWorker:
         while self._jobs:
             moved = True
             self._jobs.popleft()()
-        while self._control and self._control[0][0].completed:  # in the order in which they were sent
-            moved = True
-            request, buffer = self._control.popleft()
-            if int(request.status) == OK:
-                self._dispatch(buffer)
-            if not self._closing:
-                self._post_control(buffer)
+        moved |= self._receive_control(0)
         if any(watch.completed() for watch in self._watches):
             moved = True
             over = [watch for watch in self._watches if watch.completed()]
             self._watches = [watch for watch in self._watches if not watch.completed()]
             for watch in over:
                 watch.done(watch.status)
+        # Behind a message whose sender has stopped in the middle of it: it holds nobody up. Seldom, since asking each costs.
+        now = time.monotonic()
+        if not moved or now - self._looked > _LOOK_SECONDS:
+            self._looked = now
+            place = 1
+            while place < len(self._control):
+                if self._control[place][0].completed:
+                    moved |= self._receive_control(place)
+                else:
+                    place += 1
         self._tick()
+        return moved
+
+    def _receive_control(self, place: int) -> bool:
+        """Handles the control messages that have come to the receives from `place` on, until one that has not; whether any had."""
+        moved = False
+        while place < len(self._control) and self._control[place][0].completed:
+            moved = True
+            request, buffer = self._control.pop(place)
+            if int(request.status) == OK:
+                self._dispatch(buffer)
+            if not self._closing:
+                self._post_control(buffer)
         return moved
 
     def _dispatch(self, buffer: np.ndarray) -> None:
