@@ -66,7 +66,7 @@ test-xpu-full: $(READY) $(XPU_READY) ## the same with the whole matrices, and th
 	KVBRIDGE_FULL=1 $(BIN)/python -m pytest -q -m xpu_emulated -o timeout=3600 tests/conformance tests/xpu $(ARGS)
 	$(BIN)/python -m backends.xpu.native
 
-xpu-native: $(READY) $(XPU_READY) ## what Intel's offline compiler makes of every shipped configuration: some ten minutes
+xpu-native: $(READY) $(XPU_READY) ## what Intel's offline compiler makes of every shipped configuration: some twenty minutes
 	$(BIN)/python -m backends.xpu.native $(ARGS)
 
 full: $(READY) ## the full matrices behind the samples

@@ -121,7 +121,8 @@ def attend(
         batch, heads, group, window, programs, least, gain, softcap * math.log2(math.e),
         KEY_BITS=key, VALUE_BITS=value, PLANES=planes, FOLDED=pages.folded, SOFTCAP=softcap > 0, PAGE_BLOCKS=pages.page_tokens // TILE,
         ROWS=8 if tuning.narrow and group <= 8 else 16,
-        K0=k0, K1=k1, K2=k2, K3=k3, K4=k4, num_warps=tuning.warps, num_stages=tuning.stages, **shared, **limit,
+        K0=k0, K1=k1, K2=k2, K3=k3, K4=k4, KEY_DEPTH=min(tuning.key_depth, dim // 4) if key == 8 else 0,
+        num_warps=tuning.warps, num_stages=tuning.stages, **shared, **limit,
     )  # fmt: skip
     merge_kernel[(batch * query_heads,)](
         workspace.part, workspace.ml, lengths, lse if sinks is None else sinks, out.view(torch.int16), lse,

@@ -18,15 +18,14 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
-DEVICES = ("pvc", "dg2")
-HEAD_DIMS = (64, 128, 256)
-TURBOQUANT = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
-CODECS = ("raw", "fp8_e4m3", *TURBOQUANT)
-ELEMENTS = ("BF16", "FP16", "FP32")
+if __name__ == "__main__":
+    # As a script of the other environment: behind its own packages.
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from backends.xpu.shipped import Configuration, configurations, kernels, launch
 
 
 @dataclass(frozen=True)
@@ -50,42 +49,12 @@ CARDS = {
 
 
 @dataclass(frozen=True)
-class Configuration:
-    """One kernel as it ships: what is compiled for it follows from the tuning of its architecture.
-
-    element: of the pages; for "recode", which lands raw elements in slots, of the payload. scaled: fp8 keys and values, of the payload or
-    of the pages, have scales other than 1. The kernels of tags know no codec.
-    """
-
-    device: str
-    operation: str
-    codec: str = ""
-    head_dim: int = 0
-    element: str = "BF16"
-    scaled: bool = False
-
-    def __str__(self) -> str:
-        if not self.codec:
-            return f"{self.device} {self.operation}"
-        return f"{self.device} {self.operation} {self.codec} {self.head_dim} {self.element}{' scaled' if self.scaled else ''}"
-
-
-def configurations() -> list[Configuration]:
-    """Every shipped one that ocloc can build."""
-    made: list[tuple[Any, ...]] = [*product(DEVICES, ("pack", "land"), CODECS, HEAD_DIMS, ELEMENTS)]
-    made += product(DEVICES, ("pack", "land"), ("fp8_e4m3", "turboquant_k8v4"), HEAD_DIMS, ("BF16",), (True,))
-    made += product(DEVICES, ("land",), ("fp8_e4m3", *TURBOQUANT), HEAD_DIMS, ("E4M3FN",), (False, True))
-    made += product(DEVICES, ("pack_slots", "land_slots"), TURBOQUANT, HEAD_DIMS)
-    made += product(DEVICES, ("recode",), TURBOQUANT, HEAD_DIMS, ELEMENTS)
-    made += product(DEVICES, ("make_tags", "verify_tags"))
-    return [Configuration(*parts) for parts in made]
-
-
-@dataclass(frozen=True)
 class Built:
     """A configuration's native code. bytes_moved, instructions: of one program, which makes or reads `blocks` wire blocks.
 
-    expected: share of the card's memory bandwidth, from bytes and instructions counted; at most 1, 0 where the bytes are not known.
+    spills: registers that the compiler says it spilled, which it does not always say. scratch: messages to scratch memory, where such
+    registers go, in the native code. expected: share of the card's memory bandwidth, from bytes and instructions counted; at most 1, 0
+    where the bytes are not known.
     """
 
     configuration: str
@@ -94,6 +63,7 @@ class Built:
     warps: int = 0
     registers: int = 0
     spills: int = 0
+    scratch: int = 0
     claims_dpas: bool = False
     dpas: int = 0
     sends: int = 0
@@ -116,7 +86,10 @@ class Built:
 
 
 class _Recorder:
-    """A Triton driver that compiles for a card and keeps the module instead of running it."""
+    """A Triton driver that compiles for a card and keeps the modules instead of running them.
+
+    kept: of each kernel by its name the module, ocloc's options and Triton's metadata.
+    """
 
     def __init__(self, device: str, dpas: bool) -> None:
         from backends.xpu.opencl_driver import answer_for_the_loader
@@ -124,18 +97,18 @@ class _Recorder:
         answer_for_the_loader(device)
         self.utils = self
         self.device, self.dpas = device, dpas
-        self.module, self.flags = b"", ""
-        self.metadata: Any = None
+        self.kept: dict[str, tuple[bytes, str, Any]] = {}
+        self._metadata: Any = None
 
     def get_device_properties(self, device: int) -> dict[str, int]:
         return {"max_shared_mem": 1 << 17}
 
     def load_binary(self, name: str, module: bytes, shared: int, flags: str, device: int) -> tuple[int, int, int, int]:
-        self.module, self.flags = module, flags
+        self.kept[name] = module, flags, self._metadata
         return 0, 0, 0, 0
 
     def launcher_cls(self, source, metadata):  # type: ignore[no-untyped-def]
-        self.metadata = metadata
+        self._metadata = metadata
         return lambda *arguments: None
 
     def get_current_device(self) -> int:
@@ -152,77 +125,23 @@ class _Recorder:
         return GPUTarget("xpu", architecture(self.device, self.dpas), 32)
 
 
-def _launch(configuration: Configuration) -> tuple[int, Any]:
-    """Calls the launch function as a device does. Returns (bytes that a program moves, 0: unknown; the tuning)."""
-    import torch
-
-    from backends.accelerator.tags import launch_tags
-    from backends.kernels import plan
-    from backends.kernels.land import land_pages
-    from backends.kernels.pack import pack_pages
-    from backends.kernels.recode import recode_slots
-    from backends.kernels.slots import land_slots, pack_slots
-    from backends.xpu.tuning import tuning_for
-    from bridge.codecs import declared
-    from bridge.wire import Element
-
-    words = torch.zeros(1 << 14, dtype=torch.int64)
-    if not configuration.codec:
-        launch_tags(torch.zeros(1 << 14, dtype=torch.uint8), words, words, 0, 1, 8, configuration.operation == "make_tags")
-        return 0, plan.Tuning(matrix=False)
-    element, dim, heads, block = Element[configuration.element], configuration.head_dim, 2, 16
-    codec = declared(configuration.codec).for_layer(dim, Element.BF16 if element is Element.E4M3FN else element)
-    operation = "pack" if configuration.operation == "recode" else configuration.operation  # whose arithmetic it is
-    tuning = tuning_for(configuration.device)(operation, codec)
-    span = plan.Span(0, 64, 1 << 20)
-    payload = torch.zeros(heads * 5 * codec.block_bytes(dim), dtype=torch.uint8)
-    shared = (torch.zeros(4, dtype=torch.int32), span, codec, heads, torch.zeros((1, 1, 2), dtype=torch.int64), payload, words, words)
-    if configuration.operation == "recode":
-        slots = plan.slots_of([torch.zeros((4, block, heads, codec.slot_bytes(dim)), dtype=torch.uint8)], codec, dim)
-        raw = torch.zeros(heads * 5 * 16 * 2 * dim * 4, dtype=torch.uint8)
-        recode_slots(slots, shared[0], span, codec, element, heads, shared[4], raw, words, words, words[:3], tuning)
-        return 16 * 2 * dim * (element.bits // 8) + codec.block_bytes(dim), tuning
-    if configuration.operation.endswith("_slots"):
-        slots = plan.slots_of([torch.zeros((4, block, heads, codec.slot_bytes(dim)), dtype=torch.uint8)], codec, dim)
-        if configuration.operation == "pack_slots":
-            pack_slots(slots, *shared, tuning)
-        else:
-            land_slots(slots, *shared, words[:3], tuning)
-        return tuning.blocks * 2 * codec.block_bytes(dim), tuning
-    types = {Element.BF16: torch.bfloat16, Element.FP16: torch.float16, Element.FP32: torch.float32, Element.E4M3FN: torch.uint8}
-    dtype = types[element]
-    side = torch.zeros((4, block, heads, dim), dtype=dtype)
-    pages = plan.pages_of([(side, side.clone())])
-    factors = torch.ones((1, 2))
-    scales = factors if configuration.scaled and codec.key.scaled else None
-    if configuration.operation == "pack":
-        pack_pages(pages, *shared, tuning, scales=scales)
-    else:
-        on_pages = factors if configuration.scaled and element is Element.E4M3FN else None
-        land_pages(pages, *shared, words[:3], tuning, scales=scales, page_scales=on_pages)
-    return tuning.blocks * (codec.block_bytes(dim) + 16 * 2 * dim * dtype.itemsize), tuning
-
-
 def compiled(configuration: Configuration) -> tuple[bytes, str, Built]:
     """(SPIR-V, ocloc's options, what is known so far). Only where Intel's Triton is."""
     from triton.runtime.driver import driver
 
-    from backends.accelerator import tags
-    from backends.kernels import land, pack, recode, slots
-
     recorder = _Recorder(configuration.device, dpas=False)
     driver.set_active(recorder)
-    for kernel in (pack.pack_kernel, land.land_kernel, slots.slots_kernel, recode.recode_kernel, tags.tags_kernel):
+    for kernel in kernels():
         kernel.device_caches.clear()
-    moved, tuning = _launch(configuration)
-    made = Built(
-        str(configuration), lanes=recorder.metadata.threads_per_warp, warps=tuning.warps, bytes_moved=moved, claims_dpas=tuning.matrix
-    )
-    return recorder.module, recorder.flags, made
+    made = launch(configuration)
+    module, flags, metadata = recorder.kept[made.kernel]
+    lanes = metadata.threads_per_warp
+    return module, flags, Built(str(configuration), lanes=lanes, warps=made.warps, bytes_moved=made.moved, claims_dpas=made.matrix)
 
 
 # With Intel's offline compiler.
 
+_SCRATCH = re.compile(r"scratch block (?:read|write)")
 _INSTRUCTION = re.compile(r"^\s*(?:\([^)]*\)\s*)?([a-z][a-z0-9_]*(?:\.[a-z0-9_]+)*)\s", re.MULTILINE)
 
 
@@ -262,6 +181,7 @@ def built(configuration: Configuration, module: bytes, flags: str, known: Built,
         warps=known.warps,
         registers=256 if "256-GRF" in flags else 128,
         spills=spills,
+        scratch=len(_SCRATCH.findall(assembly)),
         claims_dpas=known.claims_dpas,
         dpas=sum(count for name, count in counts.items() if name.startswith("dpas")),
         sends=sum(count for name, count in counts.items() if name.startswith("send")),
@@ -273,11 +193,18 @@ def built(configuration: Configuration, module: bytes, flags: str, known: Built,
 
 
 def chosen(count: int, seed: int) -> list[Configuration]:
-    """A sample with both devices and all operations in it, or all where `count` is 0."""
+    """A sample with each operation as often as the others, as far as `count` and they go, or all where `count` is 0."""
     every = configurations()
     if not count:
         return every
-    return sorted(random.Random(seed).sample(every, min(count, len(every))), key=str)
+    shuffled = random.Random(seed).sample(every, len(every))
+    met: Counter[str] = Counter()
+    ranked = []
+    for one in shuffled:
+        met[one.operation] += 1
+        ranked.append((met[one.operation], one))
+    ranked.sort(key=lambda pair: pair[0])  # stable: the first of each operation, then the second of each
+    return sorted((one for _, one in ranked[:count]), key=str)
 
 
 def inspect(configurations: list[Configuration], ocloc: tuple[Path, dict[str, str]]) -> Iterator[Built]:
@@ -294,13 +221,15 @@ def inspect(configurations: list[Configuration], ocloc: tuple[Path, dict[str, st
 def table(results: list[Built]) -> str:
     """One line a configuration."""
     head = (
-        f"{'configuration':52} {'spills':>6} {'regs':>4} {'lanes':>5} {'warps':>5} {'instr':>6} {'sends':>5} {'dpas':>4} {'bandwidth':>9}"
+        f"{'configuration':52} {'spills':>6} {'scratch':>7} {'regs':>4} {'lanes':>5} {'warps':>5} {'instr':>6} {'sends':>5} {'dpas':>4} "
+        f"{'bandwidth':>9}"
     )
     lines = [head]
     for result in results:
         lines.append(
-            f"{result.configuration:52} {result.spills:6} {result.registers:4} {result.lanes:5} {result.warps:5} {result.instructions:6} "
-            f"{result.sends:5} {result.dpas:4} {f'{result.expected:.0%}' if result.expected else '':>9}  {result.fault}".rstrip()
+            f"{result.configuration:52} {result.spills:6} {result.scratch:7} {result.registers:4} {result.lanes:5} {result.warps:5} "
+            f"{result.instructions:6} {result.sends:5} {result.dpas:4} {f'{result.expected:.0%}' if result.expected else '':>9}  "
+            f"{result.fault}".rstrip()
         )
     return "\n".join(lines)
 
@@ -340,6 +269,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # As a script of the other environment: behind its own packages.
-    sys.path.append(str(Path(__file__).resolve().parents[2]))
     sys.exit(main())

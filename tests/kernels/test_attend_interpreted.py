@@ -62,9 +62,15 @@ def test_constant_values_and_zero_scale():
 
 def test_any_tuning_gives_the_result():
     made = make(DEVICE, "turboquant_3bit_nc", "planes", 64, 1, (70,))
-    intel = replace(intel_tuning("turboquant_3bit_nc", 64), lanes=0, large_registers=False)  # words of Intel's compiler
+    intel = replace(intel_tuning("pvc", "turboquant_3bit_nc", 64), lanes=0, large_registers=False)  # words of Intel's compiler
     for tuning in (replace(intel, taken=1), AttendTuning(tokens=64, taken=2)):
         check(triton_implementation(DEVICE, tuning), made, 2)
+
+
+@pytest.mark.parametrize(("layout", "dim", "depth"), [("planes", 128, 16), ("slots", 64, 32)])
+def test_shallow_products_of_fp8_keys(layout, dim, depth):
+    made = make(DEVICE, "turboquant_k8v4", layout, dim, 2, (1, 0, 70))
+    check(triton_implementation(DEVICE, replace(TUNING, key_depth=depth)), made, 3)
 
 
 def test_same_bits_every_time():

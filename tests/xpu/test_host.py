@@ -10,6 +10,7 @@ import socket
 import struct
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +20,9 @@ import pytest
 import torch
 
 from backends.xpu import environment, frames, native, probe, spirv
+from backends.xpu.attend import attend_tuning
 from backends.xpu.described import Places, cache_of, layers_as_messages, shares_as_messages, shares_of
+from backends.xpu.shipped import HEAD_DIMS, TURBOQUANT
 from bridge.codecs import declared
 from bridge.devices import DeviceError, open_device
 from bridge.pages import LayerPages, OpaquePages, PagedCache, PagesDoNotFit, SlotPages
@@ -264,9 +267,27 @@ def test_instructions_are_counted() -> None:
 
 def test_every_shipped_configuration_is_inspected() -> None:
     every = native.configurations()
-    assert len(set(every)) == len(every) == 424
-    assert {one.device for one in native.chosen(20, 1)} == set(native.DEVICES)
-    assert native.chosen(20, 1) == native.chosen(20, 1)
+    assert len(set(every)) == len(every) == len(set(map(str, every))) == 580
+    assert {one.device for one in every} == set(native.CARDS)
+    assert native.chosen(0, 1) == every
+
+
+def test_attend_has_parameters_for_every_card() -> None:
+    for preset, dim in product(TURBOQUANT, HEAD_DIMS):
+        assert attend_tuning("bmg", preset, dim) == attend_tuning("", preset, dim) == attend_tuning("pvc", preset, dim)
+        for architecture, threads in {"pvc": 32, "dg2": 64}.items():
+            tuning = attend_tuning(architecture, preset, dim)
+            assert tuning.programs * tuning.warps == threads  # of an Xe core, with large registers
+            assert tuning.large_registers
+
+
+@pytest.mark.parametrize("seed", [1, 5])
+def test_a_sample_has_every_operation(seed: int) -> None:
+    sample = native.chosen(12, seed)
+    assert len(set(sample)) == 12
+    assert {one.operation for one in sample} == {one.operation for one in native.configurations()}
+    assert {one.device for one in sample} == set(native.CARDS)
+    assert native.chosen(12, seed) == sample
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ class AttendTuning:
     of one multiprocessor. registers: at most so many a thread, 0: the compiler's choice (CUDA only). taken, merge_warps: partial results
     of one step of the merge, and its warps. narrow: matrix products of 8 columns where a group has no more. integer_cast: round to bf16
     by integer arithmetic. lanes: threads of a warp, 0: the compiler's choice; large_registers: twice the registers for half the threads
-    (both Intel only).
+    (both Intel only). key_depth: of one matrix product of fp8 keys, a power of two from 16; 0: half of the head dimension.
     """
 
     tokens: int = 64
@@ -34,6 +34,7 @@ class AttendTuning:
     integer_cast: bool = False
     lanes: int = 0
     large_registers: bool = False
+    key_depth: int = 0
 
     def options(self) -> dict[str, int | str]:
         """Triton's launch options, of both launches."""

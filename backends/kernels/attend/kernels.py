@@ -157,14 +157,39 @@ def load_queries(queries, at, stride, group, D: tl.constexpr, ELEMENT: tl.conste
 
 
 @triton.jit
+def shallow_scores(
+    queries, query, stride, group, top, words, key_at,
+    D: tl.constexpr, ELEMENT: tl.constexpr, PLANES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """fp32 [TOKENS, ROWS] of fp8 keys, as raw as with `load_queries` and `key_pairs`, in products of DEPTH dimensions each.
+
+    For compilers that have no matrix unit and keep a row and a column of a product in every thread. Queries are read again for each
+    product, since they would not stay in registers either.
+    """
+    rows = tl.arange(0, ROWS)[None, :]
+    s = tl.zeros([TOKENS, ROWS], tl.float32)
+    for unit in tl.static_range(0, D // 4, DEPTH):
+        x = load_units(words[:, :, None], key_at[:, :, None] + (unit if PLANES else 4 * unit), DEPTH, 4, PLANES)
+        x = tl.reshape(x, [TOKENS, DEPTH])
+        for code in tl.static_range(4):
+            d = ((unit + tl.arange(0, DEPTH)) * 4 + code)[:, None]
+            q = to_float(tl.load(queries + (query + rows * stride + d), mask=rows < group, other=0), ELEMENT)
+            byte = x >> (8 * code)
+            key = (((byte & 0x7F) << 7) | ((byte & 0x80) << 8)).to(tl.int16).to(tl.float16, bitcast=True)
+            s = tl.dot(key, (q * (1.0 / top)[None, :]).to(tl.float16), s)
+    return s
+
+
+@triton.jit
 def pages_kernel(
     queries, data, table, lengths, part, ml,
     query_b, query_h, page_stride, head_stride, table_b, batch, heads, group, window, programs, least, scale, softcap,
     D: tl.constexpr, ELEMENT: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, PLANES: tl.constexpr, FOLDED: tl.constexpr,
     SOFTCAP: tl.constexpr, PAGE_BLOCKS: tl.constexpr, BATCH: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
-    K0: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, K3: tl.constexpr, K4: tl.constexpr,
+    K0: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, K3: tl.constexpr, K4: tl.constexpr, KEY_DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """scale: of raw products of `load_queries` and `key_pairs` with the key's scalar, in units of log2."""
+    """scale: of raw products of `load_queries` and `key_pairs` with the key's scalar, in units of log2. KEY_DEPTH: of fp8 keys alone, 0:
+    half of D."""
     BLOCKS: tl.constexpr = TOKENS // 16
     KEY: tl.constexpr = D * KEY_BITS // 8
     VALUE: tl.constexpr = D * VALUE_BITS // 8
@@ -235,7 +260,8 @@ def pages_kernel(
                 value_at = token_at + (even * (heads * SLOT) + (KEY + NORM))[None, :]
                 odd_at = value_at + heads * SLOT
                 norm_at = (key_at + KEY) // 2
-            x = load_units(words_at[:, :, None], key_at[:, :, None], KEY_UNITS, KEY_STEP, PLANES)
+            if KEY_DEPTH == 0:
+                x = load_units(words_at[:, :, None], key_at[:, :, None], KEY_UNITS, KEY_STEP, PLANES)
             v0 = load_units(words_at[:, :, None], value_at[:, :, None], UNITS, VALUE_STEP, PLANES)
             v1 = load_units(words_at[:, :, None], odd_at[:, :, None], UNITS, VALUE_STEP, PLANES)
             if PLANES:
@@ -247,11 +273,14 @@ def pages_kernel(
                 vs = tl.reshape(tl.load(pair_at), [TOKENS]).to(tl.float32)
                 vz = tl.reshape(tl.load(pair_at + 1), [TOKENS]).to(tl.float32)
 
-            x = tl.reshape(x, [TOKENS, KEY_UNITS])
-            k0 = key_pairs(x, key_nothing, 0, KEY_BITS, K0, K1, K2, K3, K4)
-            k1 = key_pairs(x, key_nothing, 1, KEY_BITS, K0, K1, K2, K3, K4)
-            s = tl.dot(k0, q0)
-            s = tl.dot(k1, q1, s)
+            if KEY_DEPTH:
+                s = shallow_scores(queries, query, query_h, group, top, words_at, key_at, D, ELEMENT, PLANES, TOKENS, ROWS, KEY_DEPTH)
+            else:
+                x = tl.reshape(x, [TOKENS, KEY_UNITS])
+                k0 = key_pairs(x, key_nothing, 0, KEY_BITS, K0, K1, K2, K3, K4)
+                k1 = key_pairs(x, key_nothing, 1, KEY_BITS, K0, K1, K2, K3, K4)
+                s = tl.dot(k0, q0)
+                s = tl.dot(k1, q1, s)
             if KEY_BITS != 8:
                 k2 = key_pairs(x, key_nothing, 2, KEY_BITS, K0, K1, K2, K3, K4)
                 k3 = key_pairs(x, key_nothing, 3, KEY_BITS, K0, K1, K2, K3, K4)
