@@ -33,8 +33,9 @@ def test_defaults(entries):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind(entries, kind):
-    config = ConnectorConfig.parse(entries | {"agent": kind, "data_port": 7800, "minimum_gbps": 2.5, "refuse_slow_links": True})
-    assert (config.agent, config.data_port, config.minimum_gbps, config.refuse_slow_links) == (kind, 7800, 2.5, True)
+    port = 7800 if kind == "stream" else 0
+    config = ConnectorConfig.parse(entries | {"agent": kind, "data_port": port, "minimum_gbps": 2.5, "refuse_slow_links": True})
+    assert (config.agent, config.data_port, config.minimum_gbps, config.refuse_slow_links) == (kind, port, 2.5, True)
 
 
 @pytest.mark.parametrize(
