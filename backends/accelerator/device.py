@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 
 from backends.accelerator.lanes import Lane, Lanes
 from backends.accelerator.rows import Place, land_on_host, pack_on_host, payload_to_rows, rows_to_payload
-from backends.accelerator.tags import launch_tags
+from backends.accelerator.tags import OPTIONS, launch_tags
 from backends.accelerator.work import WHOLE_SEQUENCE, Launch, Move, Piece, Routes, Work, arrange, gather, written
 from backends.kernels import plan
 from backends.kernels.land import land_pages
@@ -55,7 +55,8 @@ class Staging:
 class Accelerator:
     """Packs and lands pages in the memory of one torch device; subclasses name the vendor.
 
-    device: as torch names it. tuning: the launch parameters of a kernel ("pack", "land", "pack_slots", "land_slots") for a codec.
+    device: as torch names it. tuning: the launch parameters of a kernel ("pack", "land", "pack_slots", "land_slots") for a codec
+    and a head dimension.
     piece_bytes, depth, lanes: a call whose buffer is host memory passes it through `depth` pieces of device memory of about `piece_bytes`,
     and at most `lanes` calls run at a time: together, the scratch that this device takes, unless one layer of a chunk has more.
     Buffers in the device's own memory need no scratch.
@@ -69,11 +70,12 @@ class Accelerator:
     """Codes are unspecified of vectors with infinities or NaN, of values whose least and greatest elements are zeros of both signs, and of
     rotated keys so short that their norm is 0."""
     name = "accelerator"
+    tag_options: Mapping[str, int] = OPTIONS
 
     def __init__(
         self,
         device: torch.device | str,
-        tuning: Callable[[str, SlotCodec], Tuning],
+        tuning: Callable[[str, SlotCodec, int], Tuning],
         *,
         piece_bytes: int = 8 << 20,
         depth: int = 3,
@@ -324,7 +326,7 @@ class Accelerator:
 
     def _queue_tags(self, lane: Lane, piece: Piece, words: torch.Tensor, payload: torch.Tensor, result: torch.Tensor, store: bool) -> None:
         with self._launching:
-            launch_tags(payload, words, result, piece.records, piece.run_count, piece.most_blocks, store)
+            launch_tags(payload, words, result, piece.records, piece.run_count, piece.most_blocks, store, self.tag_options)
 
     def _queue_land(
         self,
@@ -374,7 +376,7 @@ class Accelerator:
             words[place : place + used],
             words[work.masks :],
         )
-        tuning = self._tuning(operation, way.codec)
+        tuning = self._tuning(operation, way.codec, first.share.head_dim)
         more: dict[str, Any] = {"first_head": first.local}
         if launch.scales >= 0:
             more["scales"] = words[launch.scales : launch.scales + count].view(torch.float32).view(count, 2)

@@ -8,6 +8,8 @@ needs stands in the same array of 64-bit words (see arguments.py).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +20,8 @@ RECORD = 8
 """Words of a record: offset of the run / 16, blocks, words of a block / 4, place of its first mask, place of its hash keys, first valid
 row of the first block, end of the valid rows of the last block, nothing."""
 _BLOCKS, _WORDS = 4, 256
+OPTIONS = {"num_warps": 4}
+"""Triton's launch options, unless an architecture has its own."""
 
 
 @triton.jit
@@ -62,14 +66,22 @@ def tags_kernel(
 
 
 def launch_tags(
-    payload: torch.Tensor, arguments: torch.Tensor, result: torch.Tensor, records: int, runs: int, most_blocks: int, store: bool
+    payload: torch.Tensor,
+    arguments: torch.Tensor,
+    result: torch.Tensor,
+    records: int,
+    runs: int,
+    most_blocks: int,
+    store: bool,
+    options: Mapping[str, int] = OPTIONS,
 ) -> None:
     """Queues one launch over `runs` runs, whose records begin at word `records` of `arguments` (int64 on the device).
 
     payload: uint8 on the device, from a multiple of 16 bytes on. most_blocks: of the longest run. result: int64 [3], to which wrong tags
-    (word 0) and padding that is not zero (word 2) are added. store: tags and their padding are written instead of compared.
+    (word 0) and padding that is not zero (word 2) are added. store: tags and their padding are written instead of compared. options:
+    Triton's, for the launch.
     """
     tiles = (most_blocks + _BLOCKS - 1) // _BLOCKS
     tags_kernel[(tiles, runs)](
-        payload, arguments, result, records, TB=_BLOCKS, W=_WORDS, STORE=store, RECORD_WORDS=RECORD, num_warps=4
+        payload, arguments, result, records, TB=_BLOCKS, W=_WORDS, STORE=store, RECORD_WORDS=RECORD, **options
     )  # fmt: skip

@@ -28,7 +28,7 @@ class CudaDevice(Accelerator):
 
     def __init__(self, index: int = 0, **options: Any) -> None:
         self.card = find_card(index)
-        super().__init__(torch.device("cuda", index), tuning_for, **options)
+        super().__init__(torch.device("cuda", index), lambda operation, codec, head_dim: tuning_for(operation, codec), **options)
 
     def probe(self) -> str:
         return f"{self.card}; {super().probe()}"

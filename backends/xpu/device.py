@@ -12,7 +12,7 @@ from bridge.transfer.level_zero import level_zero_in_ucx
 
 try:
     from backends.accelerator.device import Accelerator
-    from backends.xpu.tuning import tuning_for
+    from backends.xpu.tuning import TAG_OPTIONS, tuning_for
 except ImportError as error:
     raise DeviceError(
         f"the device xpu needs Triton, which cannot be imported ({error})",
@@ -24,6 +24,7 @@ class XpuDevice(Accelerator):
     """The card number `index`. Raises DeviceError where it cannot be used."""
 
     name = "xpu"
+    tag_options = TAG_OPTIONS
 
     def __init__(self, index: int = 0, **options: Any) -> None:
         self.card = find_card(index)

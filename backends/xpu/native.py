@@ -1,8 +1,8 @@
 """What Intel's offline compiler makes of every shipped configuration: spills, registers, instructions, and what that lets expect.
 
 python -m backends.xpu.native [--seed N --count N] [--json FILE]: compiles with Intel's Triton to SPIR-V, builds with ocloc for Ponte
-Vecchio and DG2 (the version that Debian has does not know Battlemage), disassembles, prints a table, and fails for a spill, a build that
-failed, or matrix instructions that are claimed and absent. Nothing runs on a GPU.
+Vecchio and DG2 (the version that Debian has does not know Battlemage), disassembles, prints a table, and fails for a spill (scratch
+memory is one, but where it is known), a build that failed, or matrix instructions that are claimed and absent. Nothing runs on a GPU.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class Built:
     registers: int = 0
     spills: int = 0
     scratch: int = 0
+    keeps_scratch: bool = False
     claims_dpas: bool = False
     dpas: int = 0
     sends: int = 0
@@ -79,6 +80,8 @@ class Built:
             return f"does not build: {self.failure}"
         if self.spills:
             return f"spills {self.spills} registers"
+        if self.scratch and not self.keeps_scratch:
+            return f"keeps registers in scratch memory, {self.scratch} messages"
         return "claims matrix instructions and has none" if self.claims_dpas and not self.dpas else ""
 
 
@@ -136,7 +139,18 @@ def compiled(configuration: Configuration) -> tuple[bytes, str, Built]:
     made = launch(configuration)
     module, flags, metadata = recorder.kept[made.kernel]
     lanes = metadata.threads_per_warp
-    return module, flags, Built(str(configuration), lanes=lanes, warps=made.warps, bytes_moved=made.moved, claims_dpas=made.matrix)
+    return (
+        module,
+        flags,
+        Built(
+            str(configuration),
+            keeps_scratch=configuration.keeps_scratch,
+            lanes=lanes,
+            warps=made.warps,
+            bytes_moved=made.moved,
+            claims_dpas=made.matrix,
+        ),
+    )
 
 
 # With Intel's offline compiler.
@@ -177,6 +191,7 @@ def built(configuration: Configuration, module: bytes, flags: str, known: Built,
     expected = min(1.0, known.bytes_moved / card.bandwidth / issue)
     return Built(
         known.configuration,
+        keeps_scratch=known.keeps_scratch,
         lanes=known.lanes,
         warps=known.warps,
         registers=256 if "256-GRF" in flags else 128,

@@ -33,6 +33,17 @@ class Configuration:
     element: str = "BF16"
     variant: str = ""
 
+    @property
+    def keeps_scratch(self) -> bool:
+        """Whether it is known that registers go to scratch memory: no launch parameters were found without."""
+        if self.codec == TURBOQUANT[0] or self.head_dim == 0:
+            return False
+        if self.operation in ATTEND:
+            return self.head_dim == 256
+        if self.device == "dg2" and self.operation == "recode":
+            return self.element == "FP32"
+        return self.device == "dg2" and (self.operation, self.codec, self.head_dim, self.element) == ("land", "raw", 256, "FP32")
+
     def __str__(self) -> str:
         if not self.codec:
             return f"{self.device} {self.operation}"
@@ -82,10 +93,11 @@ def launch(configuration: Configuration) -> Launched:
         return _attend(configuration)
     if not configuration.codec:
         from backends.accelerator.tags import launch_tags
+        from backends.xpu.tuning import TAG_OPTIONS
 
         words = torch.zeros(1 << 14, dtype=torch.int64)
-        launch_tags(torch.zeros(1 << 14, dtype=torch.uint8), words, words, 0, 1, 8, configuration.operation == "make_tags")
-        return Launched("tags_kernel", 4)
+        launch_tags(torch.zeros(1 << 14, dtype=torch.uint8), words, words, 0, 1, 8, configuration.operation == "make_tags", TAG_OPTIONS)
+        return Launched("tags_kernel", TAG_OPTIONS["num_warps"])
     return _coded(configuration)
 
 
@@ -106,7 +118,7 @@ def _coded(configuration: Configuration) -> Launched:
     element, dim = Element[configuration.element], configuration.head_dim
     codec = declared(configuration.codec).for_layer(dim, Element.BF16 if element is Element.E4M3FN else element)
     operation = "pack" if configuration.operation == "recode" else configuration.operation  # whose arithmetic it is
-    tuning = tuning_for(configuration.device)(operation, codec)
+    tuning = tuning_for(configuration.device)(operation, codec, dim)
     span = plan.Span(0, 64, 1 << 20)
     payload = torch.zeros(_HEADS * 5 * codec.block_bytes(dim), dtype=torch.uint8)
     shared = (torch.zeros(4, dtype=torch.int32), span, codec, _HEADS, torch.zeros((1, 1, 2), dtype=torch.int64), payload, words, words)

@@ -14,7 +14,7 @@ EXACT = Tuning(blocks=2, together=1, matrix=False, fused=False, canonical_nan=Fa
 """The reference's own arithmetic."""
 
 
-def exact_tuning(operation: str, codec: SlotCodec) -> Tuning:
+def exact_tuning(operation: str, codec: SlotCodec, head_dim: int) -> Tuning:
     return EXACT
 
 
@@ -28,5 +28,5 @@ class InterpretedDevice(Accelerator):
     exact = True
     slow = True
 
-    def __init__(self, piece_bytes: int = 1 << 14, tuning: Callable[[str, SlotCodec], Tuning] = exact_tuning) -> None:
+    def __init__(self, piece_bytes: int = 1 << 14, tuning: Callable[[str, SlotCodec, int], Tuning] = exact_tuning) -> None:
         super().__init__(torch.device("cpu"), tuning, piece_bytes=piece_bytes, lanes=2)

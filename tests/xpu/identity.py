@@ -56,7 +56,7 @@ def device_of(name: str) -> Any:
         from tests.conformance.interpreted import EXACT, InterpretedDevice
 
         many = dataclasses.replace(EXACT, blocks=32)
-        return InterpretedDevice(1 << 20, lambda operation, codec: many)
+        return InterpretedDevice(1 << 20, lambda operation, codec, head_dim: many)
     from bridge.devices import open_device
 
     return open_device(name)

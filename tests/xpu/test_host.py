@@ -254,10 +254,12 @@ def test_what_the_environment_cannot_get_is_said(monkeypatch: pytest.MonkeyPatch
 def test_the_report_turns_red() -> None:
     good = native.Built("a", instructions=10, expected=1.0)
     assert not good.fault
-    for bad in (native.Built("a", failure="x"), native.Built("a", spills=1), native.Built("a", claims_dpas=True)):
+    faults = ({"failure": "x"}, {"spills": 1}, {"scratch": 1}, {"claims_dpas": True})
+    for bad in (native.Built("a", **fault) for fault in faults):
         assert bad.fault
         assert bad.fault in native.table([bad])
     assert not native.Built("a", claims_dpas=True, dpas=4).fault
+    assert not native.Built("a", scratch=40, keeps_scratch=True).fault
 
 
 def test_instructions_are_counted() -> None:
@@ -268,6 +270,7 @@ def test_instructions_are_counted() -> None:
 def test_every_shipped_configuration_is_inspected() -> None:
     every = native.configurations()
     assert len(set(every)) == len(every) == len(set(map(str, every))) == 580
+    assert sum(one.keeps_scratch for one in every) == 36 + 9 + 1
     assert {one.device for one in every} == set(native.CARDS)
     assert native.chosen(0, 1) == every
 
