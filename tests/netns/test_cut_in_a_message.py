@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.netns, pytest.mark.ucxx]
 
 LARGEST = 4_000_000
 CROSSING_SECONDS = 0.6
+ATTEMPTS = 3
 PATIENCE_SECONDS = 1.0
 
 
@@ -37,7 +38,7 @@ def told(process, **order):
 
 @pytest.mark.timeout(240)
 def test_a_ucx_read_cut_in_the_middle_of_a_message_settles():
-    """Without the rendezvous four of these five sizes never settled."""
+    """Without the rendezvous none of these ever settled."""
     order = {"kind": "ucx", "files": agents.identities(), "nbytes": LARGEST, "patience": PATIENCE_SECONDS}
     seen = {}
     with links.network() as net:
@@ -53,18 +54,21 @@ def test_a_ucx_read_cut_in_the_middle_of_a_message_settles():
         ):
             where = {"metadata": base64.b64encode(serving.metadata).decode(), "address": serving.memory.address}
             try:
-                for nbytes in (30_000, 300_000, 400_000, 1_000_000, LARGEST):
-                    net.shape(None)
-                    told(reader, read=64, **where)  # so that the connection is made at full speed
-                    assert told(reader, release=10)["settled"]
-                    net.shape(rate_for(nbytes), burst="4kb")
-                    told(reader, read=nbytes, **where)
-                    time.sleep(CROSSING_SECONDS / 2)
-                    net.silence(True)
-                    seen[nbytes] = told(reader, release=PATIENCE_SECONDS + 4)
-                    net.silence(False)
+                for nbytes in (300_000, 400_000, 1_000_000, LARGEST):
+                    for _ in range(ATTEMPTS):
+                        net.shape(None)
+                        told(reader, read=64, **where)  # so that the connection is made at full speed
+                        assert told(reader, release=10)["settled"]
+                        net.shape(rate_for(nbytes), burst="4kb")
+                        told(reader, read=nbytes, **where)
+                        time.sleep(CROSSING_SECONDS / 2)
+                        net.silence(True)
+                        seen[nbytes] = told(reader, release=PATIENCE_SECONDS + 4)
+                        net.silence(False)
+                        assert seen[nbytes]["settled"], seen
+                        if 0 < seen[nbytes]["arrived"] < nbytes:
+                            break
             finally:
                 reader.kill()
-    assert all(answer["settled"] for answer in seen.values()), seen
-    # Or nothing was tried: in most of them the cut must have come in the middle.
-    assert sum(0 < answer["arrived"] < nbytes for nbytes, answer in seen.items()) >= 3, seen
+    # Or nothing was tried. On a busy machine a cut may come too late.
+    assert sum(0 < answer["arrived"] < nbytes for nbytes, answer in seen.items()) >= 2, seen
