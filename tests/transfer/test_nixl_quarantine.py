@@ -12,6 +12,7 @@ from bridge.transfer.errors import TransferFailed, TransferTimeout
 from bridge.transfer.nixl import NixlAgent
 from bridge.transfer.nixl.frame import parse_metadata
 from tests.transfer.nixl_serving import MIB, POISON, TCP, Serving, memory_of, poisoned, read_all
+from tests.transfer.test_release import until_released
 
 SIZE = 64 * MIB
 
@@ -70,13 +71,7 @@ def test_polling_release_ends_the_quarantine(make_agent):
         with pytest.raises(TransferTimeout):
             transfer.release()
         serving.resume()
-        limit = time.monotonic() + 20
-        while True:
-            try:
-                transfer.release()
-                break
-            except TransferTimeout:
-                assert time.monotonic() < limit
+        until_released(transfer, 20)
         assert agent.counters().in_quarantine == 0
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from bridge.transfer.agent import ReadRange, RemoteMemory
-from bridge.transfer.errors import TransferTimeout
 from tests.transfer import agents
 from tests.transfer.serving import KEPT, MIB, ROOT, Serving, content, memory_of, poisoned, read_all, wait
+from tests.transfer.test_release import until_released
 
 pytestmark = pytest.mark.ucxx
 
@@ -66,14 +66,7 @@ def test_a_read_of_many_ranges_that_was_given_up_holds_nobody_up(make):
         serving.suspend()
         size = 4 * MIB // RANGES
         transfer = peers[0].read(serving.memory, targets[0], [ReadRange(i * size, i * size, size) for i in range(RANGES)])
-        limit = time.monotonic() + 10
-        while True:
-            try:
-                transfer.release()
-                break
-            except TransferTimeout:
-                assert time.monotonic() < limit
-                time.sleep(0.05)
+        until_released(transfer, 10)
         peers[0].disconnect()
         serving.resume()
         assert seconds_of_a_read(peers[1], serving.memory, targets[1]) < PROMPT_SECONDS

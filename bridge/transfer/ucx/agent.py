@@ -170,7 +170,6 @@ class UcxAgent:
         self._tally = Tally()
         self._numbers = itertools.count(1)
         self._registrations: dict[int, UcxRegistration] = {}
-        self._retired: list[UcxRegistration] = []  # with bytes under way when the agent was closed
         self._links: dict[bytes, Link] = {}  # by the owner's instance
         self._all_links: list[Link] = []  # the worker's thread's own
         self._peers: set[UcxPeer] = set()
