@@ -2,6 +2,6 @@
 
 import sys
 
-from bridge.cli.main import main
+from bridge.cli.main import kvbridge
 
-sys.exit(main())
+sys.exit(kvbridge())

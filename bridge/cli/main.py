@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import io
 import os
-import signal
 import sys
 from collections.abc import Sequence
-from types import FrameType
 
 from bridge import __version__
 from bridge.cli import demo, doctor, identity, inspect
+from bridge.cli.interrupt import INTERRUPTED, Interrupts
 from bridge.errors import KVBridgeError
 
 COMMANDS = (demo, inspect, identity, doctor)
@@ -38,15 +37,6 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     return top, by_name
-
-
-class Interrupted(BaseException):
-    """SIGINT or SIGTERM. Not KeyboardInterrupt: CPython may kill itself at its end although that was caught (code run by PyRun_*)."""
-
-
-def _interrupt(signal_number: int, frame: FrameType | None) -> None:
-    """Both signals unwind the stack, so that temporary keys and second processes go too."""
-    raise Interrupted
 
 
 def _flush() -> bool:
@@ -77,8 +67,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise
     if unknown:
         by_name[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _interrupt)
     try:
         code = int(options.run(options))
         return code if _flush() else USAGE_ERROR
@@ -88,9 +76,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         named = f"{error.filename}: {(error.strerror or '').lower()}" if error.filename else str(error)
         advice = "; choose a place that this user may write to, or make it as root first" if isinstance(error, PermissionError) else ""
         return _say(options.command, named + advice)
-    except Interrupted:
-        _say(options.command, "interrupted")
-        return 130
+
+
+def kvbridge() -> int:
+    """What the shell starts: `main`, ended by SIGINT and SIGTERM with their own exit code."""
+    interrupts = Interrupts()
+    try:
+        code = main()
+    except BaseException:
+        if not interrupts.settle():
+            raise
+        code = USAGE_ERROR
+    # An error that is said is perhaps what a library made of the signal.
+    if interrupts.settle() and code == USAGE_ERROR:
+        print("kvbridge: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    return code
 
 
 def _say(command: str, sentence: str) -> int:
@@ -100,4 +101,4 @@ def _say(command: str, sentence: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(kvbridge())

@@ -122,7 +122,7 @@ def test_an_interrupt_ends_both_processes_quietly(tmp_path, number):
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
     assert "Traceback" not in said
-    assert said.splitlines()[-1] == "kvbridge demo: interrupted"
+    assert said.splitlines()[-1] == "kvbridge: interrupted"
     assert not list(tmp_path.glob("kvbridge-demo-*")), "private keys are gone"
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)

@@ -1,0 +1,78 @@
+"""SIGINT and SIGTERM end a command by unwinding its stack, so that its temporary keys and its second process go too.
+
+An exception that a signal's handler raises can be lost: what C calls back (a weak reference's callback, `__del__`) cannot raise, and
+a library may catch everything. An Interrupted that nobody holds any more was lost; it is raised again a moment later.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+import weakref
+from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
+
+INTERRUPTED = 130
+AGAIN_SECONDS = 0.05
+UNWINDING_SECONDS = 5.0
+"""While an Interrupted is on its way, a further signal must not break the clean-up; a clean-up that takes longer may be cut short."""
+
+
+class Interrupted(BaseException):
+    """SIGINT or SIGTERM. Not KeyboardInterrupt: CPython may kill itself at its end although that was caught (code run by PyRun_*)."""
+
+
+class Interrupts:
+    """Turns SIGINT and SIGTERM into Interrupted in the main thread, until `settle`; from then on they are ignored."""
+
+    def __init__(self) -> None:
+        self._asked = self._settled = False
+        self._raised: weakref.ref[Interrupted] | None = None
+        self._since = 0.0
+        self._unraisable = sys.unraisablehook
+        sys.unraisablehook = self._tell
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._deliver)
+
+    def settle(self) -> bool:
+        """No signal raises any more. Whether one came before."""
+        self._settled = True
+        return self._asked
+
+    def _deliver(self, number: int, frame: FrameType | None) -> None:
+        if self._settled:
+            return
+        self._asked = True
+        now = time.monotonic()
+        if self._raised is not None and self._raised() is not None and now - self._since < UNWINDING_SECONDS:
+            return
+        self._since = now
+        # Not in a variable here: its traceback holds this frame, and a ring of the two would outlive the loss.
+        raise self._watched()
+
+    def _watched(self) -> Interrupted:
+        interrupted = Interrupted()
+        self._raised = weakref.ref(interrupted, self._lost)
+        return interrupted
+
+    def _lost(self, reference: weakref.ref[Interrupted]) -> None:
+        if self._settled:
+            return
+        again = threading.Timer(AGAIN_SECONDS, self._again)
+        again.daemon = True
+        again.start()
+
+    def _again(self) -> None:
+        main = threading.main_thread().ident
+        if main is not None and not self._settled:
+            signal.pthread_kill(main, signal.SIGTERM)
+
+    def _tell(self, what: UnraisableHookArgs, /) -> None:
+        """A lost Interrupted is no fault to be told of."""
+        if not issubclass(what.exc_type, Interrupted):
+            self._unraisable(what)
