@@ -5,25 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import struct
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from bridge.model.config_fields import (
-    BadConfig,
-    BadWeights,
-    as_mapping,
-    show,
-)
+from bridge.model.config_fields import BadConfig, BadWeights, as_mapping, show
+from bridge.model.weight_files import file_digest, weight_files
 
 MAX_CONFIG_ITEMS = 1 << 17
 MAX_CONFIG_DEPTH = 16
-MAX_HEADER_BYTES = 100_000_000
-"""Of a safetensors file; the limit of the format's own library."""
-
-SLICE_BYTES = 4096
-SLICES = 64
+MAX_ADAPTER_CONFIG_BYTES = 1 << 20
+HASHING_THREADS = 4
+"""hashlib and the disk both work outside Python's lock."""
 
 NO_MEANING = frozenset(
     {
@@ -87,70 +81,59 @@ def _with_rope(config: dict[str, Any]) -> dict[str, Any]:
     return {**{key: value for key, value in config.items() if key not in (*moved, "rope_scaling")}, "rope_parameters": rope}
 
 
-def model_digest(config: Any, weights: str | Path | Sequence[str | Path] | None = None) -> bytes:
+def model_digest(config: Any, weights: str | Path | Sequence[str | Path] | None = None, *, whole: bool = False) -> bytes:
     """32 bytes (SHA-256) that are equal where two processes would compute the same KV for the same tokens.
 
     config: a mapping, or an object with `to_dict()`. All its fields count, at any depth, except those in NO_MEANING (a deny list: a new
     field that nobody has thought of makes two sides refuse each other, never read each other wrongly) and those that are null. Pass the
     same kind on both sides, best the parsed config.json: a transformers object adds its version's defaults.
     weights: a folder (its .safetensors files, otherwise its one .gguf file), or the files. Their digest covers the tensors' names, shapes
-    and dtypes (safetensors) or the file's size (GGUF), and of every file the first, the last and 64 evenly spaced slices of 4 KiB.
+    and dtypes (safetensors) or the file's size (GGUF), and of every file the first, the last and 64 evenly spaced slices of 4 KiB; with
+    `whole` every byte, at the speed of the disk and of SHA-256. Digests of the two kinds are never equal.
 
-    What it misses: weights that differ only outside those slices (a patch of a few tensors), adapters applied at run time (they stand
-    among the manifest's content digests), and an engine's own numerics. The same weights sharded into other files give another digest.
-    Without weights two fine-tunings of one model are equal.
+    What it misses: without `whole`, weights that differ only outside those slices (a patch of a few tensors); adapters applied at run time
+    (adapter_digest stands among the manifest's content digests); and an engine's own numerics. The same weights sharded into other files
+    give another digest. Without weights two fine-tunings of one model are equal.
     Raises BadConfig and BadWeights.
     """
-    text = json.dumps(_canonical(as_mapping(config)), sort_keys=True, separators=(",", ":"), allow_nan=False)
-    digest = hashlib.sha256(b"kvbridge model 1\0" + text.encode("utf-8", "surrogatepass") + b"\0")
+    kind = b"kvbridge model 1, whole\0" if whole else b"kvbridge model 1\0"
+    digest = hashlib.sha256(kind + _text(as_mapping(config)) + b"\0")
     if weights is not None:
-        for part in sorted(_file_digest(path) for path in _weight_files(weights)):
-            digest.update(part)
+        files = weight_files(weights)
+        with ThreadPoolExecutor(HASHING_THREADS) as threads:
+            for part in sorted(threads.map(lambda path: file_digest(path, whole), files)):
+                digest.update(part)
     return digest.digest()
 
 
-def _weight_files(weights: str | Path | Sequence[str | Path]) -> list[Path]:
-    if not isinstance(weights, str | Path):
-        return [Path(path) for path in weights]
-    folder = Path(weights)
-    if not folder.is_dir():
-        return [folder]
-    tensors, gguf = sorted(folder.glob("*.safetensors")), sorted(folder.glob("*.gguf"))
-    sharded = [path for path in tensors if path.name.startswith("model")]
-    if tensors:
-        # Mistral ships the same weights twice, as consolidated.safetensors too.
-        return sharded or tensors
-    if len(gguf) == 1:
-        return gguf
-    found = f"{len(gguf)} .gguf files" if gguf else "neither .safetensors nor .gguf files"
-    raise BadWeights(f"the folder {folder} holds {found}", remedy="name the weight files themselves")
+def adapter_files(folder: Path) -> tuple[Path, Path]:
+    """A LoRA's adapter_config.json and the file of its weights, the one that vLLM takes. Raises BadWeights."""
+    config = folder / "adapter_config.json"
+    for name in ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt"):
+        if config.is_file() and (folder / name).is_file():
+            return config, folder / name
+    raise BadWeights(f"{folder} holds no adapter_config.json with its adapter_model.safetensors", remedy="give the adapter's own folder")
 
 
-def _file_digest(path: Path) -> bytes:
+def adapter_digest(folder: Path, *, whole: bool = False) -> bytes:
+    """32 bytes (SHA-256) that are equal where two processes would apply the same LoRA: as model_digest, of a PEFT adapter's folder.
+
+    The name of the base model does not count: the model's own digest does. Raises BadConfig and BadWeights.
+    """
+    config, weights = adapter_files(folder)
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            description, start = (b"gguf", 0) if path.suffix == ".gguf" else _safetensors_header(file, size, path)
-            digest = hashlib.sha256(struct.pack("<QQ", size - start, len(description)) + description)
-            last = max(size - SLICE_BYTES, start)
-            # Spaced over the data, so that padding or comments in a header change nothing.
-            for i in range(SLICES + 2):
-                file.seek(start + (last - start) * i // (SLICES + 1))
-                digest.update(file.read(SLICE_BYTES))
-            return digest.digest()
+        with config.open("rb") as file:
+            fields = json.loads(file.read(MAX_ADAPTER_CONFIG_BYTES))
     except OSError as error:
-        raise BadWeights(f"the weight file {path} cannot be read: {error.strerror}") from None
+        raise BadWeights(f"{config} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise BadConfig(f"{config} is no JSON") from None
+    if not isinstance(fields, dict):
+        raise BadConfig(f"{config} holds no object")
+    fields.pop("base_model_name_or_path", None)
+    return hashlib.sha256(b"kvbridge adapter 1\0" + _text(fields) + b"\0" + file_digest(weights, whole)).digest()
 
 
-def _safetensors_header(file: Any, size: int, path: Path) -> tuple[bytes, int]:
-    """(names, dtypes and shapes in canonical form, where the data begins)."""
-    head = file.read(8)
-    length = int.from_bytes(head, "little")
-    if len(head) < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-        raise BadWeights(f"the file {path} is no safetensors file")
-    try:
-        header = json.loads(file.read(length))
-        entries = sorted((name, entry["dtype"], entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-        return json.dumps(entries, separators=(",", ":")).encode(), 8 + length
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise BadWeights(f"the header of {path} is no safetensors header") from None
+def _text(config: Mapping[str, Any]) -> bytes:
+    text = json.dumps(_canonical(config), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return text.encode("utf-8", "surrogatepass")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import msgspec
 
@@ -18,6 +18,8 @@ from bridge.handoff.identity import PinnedPeers, server_context
 from bridge.handoff.staging import Where
 from bridge.transfer.choose import KINDS
 from bridge.vllm.errors import BadConfiguration
+
+Comparison = Literal["sampled", "whole"]
 
 _SHOWN = 80
 
@@ -71,8 +73,8 @@ class Entries(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     operator's consent that what a lossy codec left may enter the decoder's prefix cache, where other requests find it. agent: what carries
     the bytes: nixl, ucx, or stream (TLS, for links that are not trusted); the same on both ends. transports: UCX transports, for nixl and
     ucx. data_port: of a prefiller's rank 0 with stream (rank r: data_port + r; 0: any free one). minimum_gbps: gigabytes a second that each
-    peer's link must reach, or a warning is logged; refuse_slow_links: such links are refused. bounds: seconds, by the names of
-    docs/handoff.md.
+    peer's link must reach, or a warning is logged; refuse_slow_links: such links are refused. compare_weights: whether the digest of the
+    weights, and of LoRA adapters, is of samples or of the whole. bounds: seconds, by the names of docs/handoff.md.
     """
 
     name: str
@@ -94,6 +96,7 @@ class Entries(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data_port: int = 0
     minimum_gbps: float = 0.0
     refuse_slow_links: bool = False
+    compare_weights: Comparison = "sampled"
     bounds: dict[str, float] = {}
 
 
@@ -118,6 +121,7 @@ class ConnectorConfig:
     data_port: int
     minimum_gbps: float
     refuse_slow_links: bool
+    compare_weights: Comparison
     bounds: Bounds = field(default_factory=Bounds)
 
     @classmethod
@@ -211,6 +215,7 @@ class ConnectorConfig:
             data_port=entries.data_port,
             minimum_gbps=entries.minimum_gbps,
             refuse_slow_links=entries.refuse_slow_links,
+            compare_weights=entries.compare_weights,
             bounds=bounds,
         )
 

@@ -89,8 +89,11 @@ def geometry(vllm_config: VllmConfig) -> ModelGeometry:
         raise UnsupportedEngine(error.detail, remedy=error.advice) from None
 
 
-def digest(vllm_config: VllmConfig) -> bytes:
-    """The digest of the model's configuration and weights, which must be on this host by now. Raises UnsupportedEngine otherwise."""
+def digest(vllm_config: VllmConfig, whole: bool) -> bytes:
+    """The digest of the model's configuration and weights, which must be on this host by now. Raises UnsupportedEngine otherwise.
+
+    whole: every byte of the weights counts.
+    """
     checkpoint = _checkpoint(vllm_config)
     weights = [checkpoint] if checkpoint.is_file() else sorted([*checkpoint.glob("*.safetensors"), *checkpoint.glob("*.gguf")])
     if not weights and vllm_config.load_config.load_format != "dummy":
@@ -99,13 +102,15 @@ def digest(vllm_config: VllmConfig) -> bytes:
             remedy="convert the checkpoint to safetensors",
         )
     try:
-        return model_digest(_config(vllm_config, checkpoint), weights or None)
+        return model_digest(_config(vllm_config, checkpoint), weights or None, whole=whole)
     except GeometryError as error:
         raise UnsupportedEngine(error.detail, remedy=error.advice) from None
 
 
 def _config(vllm_config: VllmConfig, checkpoint: Path) -> Any:
-    """The checkpoint's own config.json where it has one, so that both sides read the same fields."""
+    """The checkpoint's own config.json where it has one, so that both sides read the same fields; with overrides, what the engine runs."""
+    if vllm_config.model_config.hf_overrides:
+        return vllm_config.model_config.hf_config.to_dict()
     file = checkpoint / "config.json"
     return json.loads(file.read_text()) if file.is_file() else vllm_config.model_config.hf_config.to_dict()
 
@@ -113,17 +118,26 @@ def _config(vllm_config: VllmConfig, checkpoint: Path) -> Any:
 def _checkpoint(vllm_config: VllmConfig) -> Path:
     """Where the weights are: the folder or file that vLLM was given, or what it downloaded for a hub's name."""
     model = vllm_config.model_config
-    if Path(model.model).exists():
-        return Path(model.model)
+    found = on_this_host(model.model, model.revision)
+    if found is None:
+        raise UnsupportedEngine(
+            f"the weights of {model.model} were not found on this host, so two engines cannot be compared",
+            remedy="give vLLM the checkpoint's folder",
+        )
+    return found
+
+
+def on_this_host(name: str, revision: str | None = None) -> Path | None:
+    """The folder or file of this name, or what was downloaded for it as a hub's name; None where neither is here."""
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
-    except Exception as error:
-        raise UnsupportedEngine(
-            f"the weights of {model.model} were not found on this host ({type(error).__name__}), so two engines cannot be compared",
-            remedy="give vLLM the checkpoint's folder",
-        ) from None
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except Exception:  # the hub's library has many reasons, none of which is ours to tell apart
+        return None
 
 
 def layout(geometry: ModelGeometry, tp_size: int) -> Layout:

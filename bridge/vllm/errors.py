@@ -34,3 +34,10 @@ class BadParameters(ConnectorError):
 
     clause = "bad_parameters"
     remedy = "pass the prefiller's kv_transfer_params on unchanged"
+
+
+class AdapterUnknown(ConnectorError):
+    """A request's LoRA adapter cannot be compared with the other engine's: its files are not here or cannot be read."""
+
+    clause = "adapter_unknown"
+    remedy = "give vLLM the adapter's own folder, with adapter_config.json and adapter_model.safetensors"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import secrets
 from typing import TYPE_CHECKING, Any
@@ -13,10 +12,10 @@ from bridge.errors import KVBridgeError
 from bridge.handoff.ticket import Ticket
 from bridge.vllm import params
 from bridge.vllm.config import ConnectorConfig
+from bridge.vllm.content import Adapters, content_of
 from bridge.vllm.errors import BadParameters
 from bridge.vllm.orders import Content, Load, Save, StepOrders
 from bridge.vllm.params import DecodeOrder, PrefillOrder
-from bridge.wire import ContentKind, token_digest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -33,29 +32,12 @@ _GOOD_ENDS = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPP
 class _Prefill:
     """A request that is prefilled here for a decoder elsewhere."""
 
-    def __init__(self, request: Request, order: PrefillOrder) -> None:
+    def __init__(self, request: Request, order: PrefillOrder, content: Content) -> None:
         self.total = request.num_prompt_tokens
         self.wire_id = params.wire_id(request.request_id)
         self.lease = (secrets.randbits(64), 1)
-        self.content = content_of(request)
+        self.content = content
         self.codec = order.codec or ""
-
-
-def content_of(request: Request) -> Content:
-    """The digests of everything that a prompt's KV depends on besides the model: both sides compute them from their own request."""
-    found = [(ContentKind.TOKENS, token_digest(list(request.prompt_token_ids or [])))]
-    if request.lora_request is not None:
-        found.append((ContentKind.LORA, _digest(request.lora_request.lora_name)))
-    if request.mm_features:
-        found.append((ContentKind.MULTIMODAL, _digest(*(str(feature.identifier) for feature in request.mm_features))))
-    if request.cache_salt:
-        found.append((ContentKind.CACHE_SALT, _digest(request.cache_salt)))
-    return tuple(found)
-
-
-def _digest(*texts: str) -> bytes:
-    # Texts come from clients, whose JSON may hold lone surrogates.
-    return hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).digest()
 
 
 class SchedulerSide:
@@ -63,6 +45,7 @@ class SchedulerSide:
 
     def __init__(self, config: ConnectorConfig, vllm_config: VllmConfig, groups: int) -> None:
         self._config = config
+        self._adapters = Adapters(config.compare_weights == "whole")
         # Before a fetch of everything vLLM gives up the first token of a window, which computing the last prompt token anew still reads.
         self._recomputed = 1 if groups > 1 else 0
         self._engine_id = vllm_config.kv_transfer_config.engine_id or ""
@@ -88,8 +71,8 @@ class SchedulerSide:
                 )
             if isinstance(order, PrefillOrder) and order.codec and not self._config.request_codec:
                 raise BadParameters("requests may not choose a codec here", remedy="leave it out, or set request_codec")
-            if isinstance(order, PrefillOrder) and request.prompt_token_ids:
-                self._prefills[request.request_id] = _Prefill(request, order)
+            if isinstance(order, PrefillOrder):
+                self._prefills[request.request_id] = _Prefill(request, order, content_of(request, self._adapters))
         except KVBridgeError as error:
             wants_fetch = isinstance(request.kv_transfer_params, dict) and request.kv_transfer_params.get("do_remote_prefill")
             logger.warning("request %s: %s", request.request_id, error)
@@ -115,8 +98,8 @@ class SchedulerSide:
         good = order if isinstance(order, DecodeOrder) else None
         content: Content = ()
         try:
-            content = content_of(request)
-        except KVBridgeError as bad:  # token ids that no tokenizer gives
+            content = content_of(request, self._adapters)
+        except KVBridgeError as bad:  # token ids that no tokenizer gives, an adapter whose files are not here
             good, error = None, str(bad)
         if external > 0:
             end = request.num_prompt_tokens - self._recomputed

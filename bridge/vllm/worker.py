@@ -97,7 +97,10 @@ class WorkerSide:
         """Describes the engine's pages and opens staging, agent and control channel. Raises ConnectorError, HandoffError and others."""
         self._pages = EnginePages(kv_tensors.describe_all(kv_caches, self._vllm_config, self._heads[0]), self._groups)
         # Only now: a model that is named by a hub is downloaded when vLLM loads it.
-        self._model = engine.digest(self._vllm_config)
+        whole = self._config.compare_weights == "whole"
+        if whole:
+            logger.info("kvbridge reads the model's weights once, to compare every byte of them with the other engines'")
+        self._model = engine.digest(self._vllm_config, whole)
         device = self._open_device()
         transfer = self._vllm_config.kv_transfer_config
         self._agent = self._open_agent(transfer.is_kv_producer)

@@ -12,6 +12,7 @@ import queue
 import sys
 import threading
 import time
+import zlib
 from typing import Any
 
 os.environ.update(
@@ -108,13 +109,25 @@ class EngineProcess:
 
     # Orders.
 
-    def _do_add(self, request_id: str, prompt: list[int], max_tokens: int, params: Any = None, **sampling: Any) -> str:
+    def _do_add(
+        self, request_id: str, prompt: list[int], max_tokens: int, params: Any = None, adapter: str = "", vectors: int = 0, **sampling: Any
+    ) -> str:
+        """adapter: the folder of a LoRA, always under one name. vectors: the seed of embeddings that stand for the prompt's tokens."""
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
         sampling = {"temperature": 0.0, "logprobs": 1, "ignore_eos": True, "detokenize": False, **sampling}
         extra = {"kv_transfer_params": params} if params is not None else None
         asked = SamplingParams(max_tokens=max_tokens, extra_args=extra, **sampling)
-        return self._engine.add_request(request_id, {"prompt_token_ids": prompt}, asked)
+        lora = LoRARequest("tuned", 1 + zlib.crc32(adapter.encode()), adapter) if adapter else None
+        given = {"prompt_embeds": self._vectors(vectors, len(prompt))} if vectors else {"prompt_token_ids": prompt}
+        return self._engine.add_request(request_id, given, asked, lora_request=lora)
+
+    def _vectors(self, seed: int, count: int) -> Any:
+        import torch
+
+        size = self._llm.llm_engine.model_config.get_hidden_size()
+        return torch.randn(count, size, generator=torch.Generator().manual_seed(seed))
 
     def _do_abort(self, request_ids: list[str]) -> None:
         self._engine.abort_request(request_ids, internal=True)

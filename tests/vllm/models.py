@@ -103,3 +103,30 @@ def prompt(length: int, seed: int = 0, vocabulary: int = VOCABULARY) -> list[int
         state = (state * 1103515245 + 12345) & 0x7FFFFFFF
         tokens.append(3 + (state >> 8) % (vocabulary - 3))
     return tokens
+
+
+def make_adapter(folder: Path, seed: int) -> Path:
+    """A LoRA of rank 8 for the sensitive model, as PEFT writes it, whose tokens are others."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    heads = {"q_proj": SMALL["num_attention_heads"], "v_proj": SMALL["num_key_value_heads"]}
+    tensors = {}
+    for layer in range(SMALL["num_hidden_layers"]):
+        for name, count in heads.items():
+            at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{at}.lora_A.weight"] = torch.randn(8, SMALL["hidden_size"], generator=generator) * 0.3
+            tensors[f"{at}.lora_B.weight"] = torch.randn(count * SMALL["head_dim"], 8, generator=generator) * 0.3
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "r": 8,
+        "lora_alpha": 8,
+        "target_modules": sorted(heads),
+        "bias": "none",
+        "base_model_name_or_path": str(folder),
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder

@@ -2,14 +2,19 @@
 
 import json
 import os
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
+
+import torch
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from bridge.errors import KVBridgeError
 from bridge.handoff import Ticket
 from bridge.vllm import params
-from bridge.vllm.engine import check_engine
+from bridge.vllm.content import Adapters, content_of
+from bridge.vllm.engine import check_engine, digest
 from bridge.vllm.scheduler import SchedulerSide
 from bridge.vllm.stats import BridgeStats
 
@@ -31,21 +36,35 @@ def refusal(**settings: object) -> str:
     return ""
 
 
-def scheduled(params: dict, token_ids: list[int]) -> list[object]:
+def made(**fields: object) -> SimpleNamespace:
+    """A request of vLLM's, as far as the connector looks at it."""
+    nothing = {"lora_request": None, "mm_features": [], "prompt_embeds": None, "prompt_is_token_ids": None, "cache_salt": None}
+    return SimpleNamespace(request_id="r", **{**nothing, **fields})
+
+
+def embedded(seed: int, mask: list[bool], dtype: torch.dtype = torch.float32) -> list[str]:
+    """The digests of a prompt that is part tokens, part embeddings."""
+    vectors = torch.randn(3, 8, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    request = made(prompt_token_ids=[1, 2, 3], prompt_embeds=vectors, prompt_is_token_ids=mask)
+    return [digest.hex() for _, digest in content_of(request, Adapters(False))]
+
+
+def overridden(folder: str, **overrides: object) -> str:
+    """The digest of an engine's model, with --hf-overrides."""
+    (Path(folder) / "config.json").write_text(json.dumps({"model_type": "llama", "rope_theta": 1e4}))
+    config = SimpleNamespace(to_dict=lambda: {"model_type": "llama", "rope_theta": 1e4, **overrides})
+    model = SimpleNamespace(model=folder, revision=None, hf_overrides=overrides, hf_config=config)
+    engine = SimpleNamespace(model_config=model, load_config=SimpleNamespace(load_format="dummy"))
+    return digest(engine, False).hex()
+
+
+def scheduled(params: dict, token_ids: list[int], **more: object) -> list[object]:
     """What the scheduler's side makes of a request, as an engine's steps ask for it: [fetched tokens, the load's error]."""
-    config = SimpleNamespace(request_codec=True)
+    config = SimpleNamespace(request_codec=True, compare_weights="sampled")
     transfer = SimpleNamespace(engine_id="e", is_kv_producer=True)
     engine = SimpleNamespace(kv_transfer_config=transfer, parallel_config=SimpleNamespace(tensor_parallel_size=1))
     side = SchedulerSide(config, engine, 1)
-    request = SimpleNamespace(
-        request_id="r",
-        kv_transfer_params=params,
-        prompt_token_ids=token_ids,
-        num_prompt_tokens=len(token_ids),
-        lora_request=None,
-        mm_features=[],
-        cache_salt=None,
-    )
+    request = made(prompt_token_ids=token_ids, num_prompt_tokens=len(token_ids), kv_transfer_params=params, **more)
     side.new_request(request)
     count, _ = side.matched_tokens(request, 0)
     side.allocated(request, SimpleNamespace(get_block_ids=lambda: ([0],)), count)
@@ -56,6 +75,8 @@ def scheduled(params: dict, token_ids: list[int]) -> list[object]:
 def main() -> None:
     ticket = params.for_decoder(Ticket("prefill-0", "r", 7, 1), 1, 3, "engine")
     stats = BridgeStats(data={"prefiller_offered": 1, "prefiller_staging_bytes": -2777088, "decoder_staging_bytes": 4096})
+    absent = SimpleNamespace(lora_name="tuned", lora_path="/there/is/no/adapter")
+    halves = [True, False, True]
     found = {
         "alone": refusal(),
         "pipeline": refusal(pipeline_parallel_size=2),
@@ -66,7 +87,13 @@ def main() -> None:
         "fetch of no tokens": scheduled(ticket, [1, -2, 3]),
         "prefill": scheduled({"do_remote_decode": True}, [1, 2, 3]),
         "prefill of no tokens": scheduled({"do_remote_decode": True}, [1, 1 << 32, 3]),
+        "fetch with an adapter that is not here": scheduled(ticket, [1, 2, 3], lora_request=absent),
+        "prefill with an adapter that is not here": scheduled({"do_remote_decode": True}, [1, 2, 3], lora_request=absent),
+        "embeddings": [embedded(1, halves), embedded(1, halves), embedded(2, halves), embedded(1, [True] * 3)],
+        "embeddings of another type": [embedded(1, halves, torch.bfloat16), embedded(1, halves)],
     }
+    with tempfile.TemporaryDirectory() as folder:
+        found["overrides"] = [overridden(folder), overridden(folder, rope_theta=1e6), overridden(folder, rope_theta=1e6)]
     print(json.dumps(found))
 
 

@@ -38,3 +38,24 @@ def test_token_ids_that_no_tokenizer_gives_end_no_scheduler(said):
     assert "token" in error
     assert said["prefill"] == [0, "", True]
     assert said["prefill of no tokens"] == [0, "", False]
+
+
+def test_an_adapter_that_cannot_be_compared_is_not_handed_off(said):
+    count, error, _ = said["fetch with an adapter that is not here"]
+    assert count == 3
+    assert "the adapter 'tuned' were not found on this host" in error
+    assert said["prefill with an adapter that is not here"] == [0, "", False]
+
+
+def test_embeddings_of_a_prompt_are_compared(said):
+    """In a prompt of both, token ids alone say nothing of the positions that are vectors."""
+    one, again, other, elsewhere = said["embeddings"]
+    assert one == again
+    assert one[0] == other[0] == elsewhere[0], "the tokens are the same"
+    assert len({one[1], other[1], elsewhere[1]}) == 3
+    assert said["embeddings of another type"][0][1] != one[1]
+
+
+def test_overrides_of_the_configuration_count(said):
+    plain, other, again = said["overrides"]
+    assert plain != other == again
