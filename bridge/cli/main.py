@@ -43,7 +43,9 @@ def _flush() -> bool:
     """Whether everything that was printed has left; a reader that went away is nobody's fault, but must not end in a traceback."""
     try:
         sys.stdout.flush()
-    except OSError:
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            print(f"kvbridge: standard output cannot be written: {(error.strerror or str(error)).lower()}", file=sys.stderr)
         # The interpreter would try again at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return False
@@ -57,8 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("kvbridge: standard output is closed, so nothing can be said there", file=sys.stderr)
         return USAGE_ERROR
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A character that the terminal's encoding lacks, or a file name that is not UTF-8, is no reason for a traceback.
-        sys.stdout.reconfigure(errors="backslashreplace")
+        # A character that the terminal's encoding lacks, or a file name that is not UTF-8, is no reason for a traceback. Under
+        # PYTHONUNBUFFERED a write that fails would fail inside argparse, which does not say so.
+        sys.stdout.reconfigure(errors="backslashreplace", write_through=False)
     try:
         options, unknown = top.parse_known_args(arguments)
     except SystemExit:

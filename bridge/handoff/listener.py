@@ -17,6 +17,8 @@ from bridge.handoff.session import Session
 
 MAX_SESSIONS = 1024
 
+_HANDSHAKE = "handshake"
+
 
 class Listener:
     """Accepts authenticated decoders. Made anywhere, used on one loop's thread."""
@@ -39,7 +41,7 @@ class Listener:
 
     async def open(self, host: str, port: int) -> int:
         """Opens the port and returns its number (port 0: any free one). Raises OSError or OverflowError."""
-        self._server = await tls.serve(self._accept, host, port, self._context, self._bounds.connect)
+        self._server = await tls.serve(self._accept, host, port, self._context, self._bounds.connect, self._stranger)
         number: int = self._server.sockets[0].getsockname()[1]
         return number
 
@@ -48,6 +50,10 @@ class Listener:
         if self._server is not None:
             self._server.close()
             await asyncio.sleep(0.05)
+
+    def _stranger(self, reason: str) -> None:
+        self._counters.add("refused", _HANDSHAKE)
+        self._observe("refused", {"reason": reason})
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         channel = Channel(reader, writer, "an unknown peer", self._bounds.silence)
@@ -63,6 +69,7 @@ class Listener:
         except HandoffError as error:
             if session is None:
                 self._counters.add("refused", error.clause)
+                self._observe("refused", {"reason": error.detail})
             else:
                 self._leases.drop(session, error)
         except asyncio.CancelledError:

@@ -62,8 +62,24 @@ async def serve(
     port: int,
     context: ssl.SSLContext,
     handshake_seconds: float,
+    refused: Callable[[str], None],
 ) -> asyncio.Server:
-    """As asyncio.start_server. Raises OSError or OverflowError."""
+    """As asyncio.start_server. refused: called with the reason where a handshake fails, of which asyncio tells nobody.
+
+    Raises OSError or OverflowError.
+    """
+
+    class Watched(ssl.SSLObject):
+        def do_handshake(self) -> None:
+            try:
+                super().do_handshake()
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                raise
+            except ssl.SSLError as error:
+                refused(getattr(error, "verify_message", "") or (error.reason or str(error)).replace("_", " ").lower())
+                raise
+
+    context.sslobject_class = Watched
     return await asyncio.get_running_loop().create_server(
         lambda: _Protocol(asyncio.StreamReader(MAX_MESSAGE_BYTES), accept), host, port, ssl=context, ssl_handshake_timeout=handshake_seconds
     )

@@ -13,10 +13,10 @@ from operator import index as as_int
 import msgspec
 
 from bridge.transfer.agent import RemoteMemory
-from bridge.transfer.errors import AgentUnavailable, BadRange, PeerUnreachable, RegistrationFailed
+from bridge.transfer.errors import BadRange, PeerUnreachable, RegistrationFailed
+from bridge.transfer.names import MAX_NAME_BYTES
 
 MAX_METADATA_BYTES = 1 << 20
-MAX_NAME_BYTES = 128
 MAX_REGIONS = 1 << 14
 INSTANCE_BYTES = 16
 
@@ -41,12 +41,6 @@ class Described(msgspec.Struct, frozen=True, array_like=True):
     instance: bytes
     endpoint: bytes
     regions: list[Region]
-
-
-def check_name(name: str) -> None:
-    """Raises AgentUnavailable."""
-    if not 0 < len(name.encode("utf-8", "replace")) <= MAX_NAME_BYTES or name != name.encode("utf-8", "replace").decode():
-        raise AgentUnavailable(f"an agent's name has 1 to {MAX_NAME_BYTES} bytes of UTF-8", remedy="choose another name")
 
 
 def encode(described: Described) -> bytes:

@@ -16,10 +16,14 @@ from bridge.handoff import Bounds, Identity, PeerConfig
 from bridge.handoff.errors import BadBounds, BadIdentity
 from bridge.handoff.identity import PinnedPeers, server_context
 from bridge.handoff.staging import Where
+from bridge.transfer import names
 from bridge.transfer.choose import KINDS
 from bridge.vllm.errors import BadConfiguration
 
 Comparison = Literal["sampled", "whole"]
+
+MAX_NAME_BYTES = names.MAX_NAME_BYTES - len("-4095")
+"""An agent's name is the engine's, with its rank."""
 
 _SHOWN = 80
 
@@ -151,7 +155,7 @@ class ConnectorConfig:
         ):
             if not low <= value <= high:
                 raise BadConfiguration(f"{what} is {value}, outside {low} to {high}")
-        if not entries.name or not _is_text(entries.name) or len(entries.name) > 100:
+        if not entries.name or not _is_text(entries.name) or len(entries.name.encode()) > MAX_NAME_BYTES:
             what = "empty" if not entries.name else "no name: too long, or no Unicode text"
             raise BadConfiguration(f"name is {what}", remedy="give the name of this engine's certificate")
         hosts = {f"the host of peer {name!r}": peer.host for name, peer in entries.peers.items() if peer.host}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = logging.getLogger("vllm.kvbridge")
+
+_STRANGERS_SECONDS = 60
 
 
 class _Sending:
@@ -90,6 +94,7 @@ class WorkerSide:
         self._fetches: dict[str, list[Fetch]] = {}
         self._failed_loads: dict[str, str] = {}
         self._plans: dict[int, list[_Source]] = {}
+        self._strangers_told = -math.inf
 
     # Start-up.
 
@@ -158,6 +163,14 @@ class WorkerSide:
     def observed(self, side: str, step: str, details: dict[str, Any]) -> None:
         """Each step of a hand-off, from the thread that takes it."""
         logger.debug("%s: %s %s", side, step, details)
+        if step == "refused" and time.monotonic() >= self._strangers_told + _STRANGERS_SECONDS:
+            self._strangers_told = time.monotonic()
+            logger.warning(
+                "kvbridge refused a connection to its control port (%s); if it was a decoder, its certificate must stand under peers here,"
+                " and this engine's under peers there. More of them are only counted for %d s",
+                details["reason"],
+                _STRANGERS_SECONDS,
+            )
 
     def _open_device(self) -> Device:
         from vllm.platforms import current_platform

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,12 +71,19 @@ class Pair:
     stream_depth: int = 2
     agent: LocalAgent = field(default_factory=LocalAgent)
     steps: list[str] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
+    """Why the prefiller turned connections away."""
 
     def __post_init__(self) -> None:
         self.prefill_identity = self._identity("prefill-0")
         self.decode_identity = self._identity("decode-0")
         self.prefiller = self.new_prefiller()
         self.decoder = self.new_decoder()
+
+    def _observe(self, step: str, details: dict[str, Any]) -> None:
+        self.steps.append(f"prefiller {step}")
+        if step == "refused":
+            self.refusals.append(details["reason"])
 
     def _identity(self, name: str) -> Identity:
         return create_identity(name, self.folder)
@@ -90,7 +98,7 @@ class Pair:
             port=port,
             bounds=self.bounds,
             stream_depth=self.stream_depth,
-            observe=lambda step, details: self.steps.append(f"prefiller {step}"),
+            observe=self._observe,
         )
 
     def new_decoder(self, device: CpuReferenceDevice | None = None) -> Decoder:

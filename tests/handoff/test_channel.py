@@ -55,6 +55,22 @@ def test_a_certificate_that_is_not_configured(pair, tmp_path):
     with pytest.raises((ssl.SSLError, ConnectionError)):
         greeting()
     assert still_serves(pair)
+    assert pair.prefiller.counters.snapshot()["refused{handshake}"] == 1
+    assert "self-signed certificate" in pair.refusals[0]
+
+
+def test_who_shows_no_certificate_or_speaks_no_tls_is_counted(pair):
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with socket.create_connection(("127.0.0.1", pair.prefiller.port), timeout=3) as raw, context.wrap_socket(raw) as bare:
+        read_until_closed(bare)
+    with socket.create_connection(("127.0.0.1", pair.prefiller.port), timeout=3) as plain:
+        plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        read_until_closed(plain)
+    socket.create_connection(("127.0.0.1", pair.prefiller.port), timeout=3).close()
+    assert still_serves(pair)
+    assert pair.refusals == ["peer did not return a certificate", "http request"]
+    assert pair.prefiller.counters.snapshot()["refused{handshake}"] == 2
 
 
 def test_a_decoder_notices_a_prefiller_with_another_certificate(pair, tmp_path):

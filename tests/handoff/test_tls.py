@@ -23,7 +23,7 @@ async def most_memory_of_an_echo(context_of_server, context_of_client):
             writer.write(data)
         writer.close()
 
-    server = await tls.serve(echo, "127.0.0.1", 0, context_of_server, 10)
+    server = await tls.serve(echo, "127.0.0.1", 0, context_of_server, 10, print)
     reader, writer = await tls.connect("127.0.0.1", server.sockets[0].getsockname()[1], context_of_client, 10)
 
     async def cross():
@@ -66,7 +66,7 @@ def test_more_than_a_record_arrives_whole(contexts):
             await writer.drain()
             writer.close()
 
-        server = await tls.serve(say, "127.0.0.1", 0, contexts[0], 10)
+        server = await tls.serve(say, "127.0.0.1", 0, contexts[0], 10, print)
         reader, writer = await tls.connect("127.0.0.1", server.sockets[0].getsockname()[1], contexts[1], 10)
         got = await reader.read()
         writer.close()
@@ -105,7 +105,7 @@ def test_what_was_sent_before_the_end_arrives_whole(contexts, goodbye):
             got.set_result(total)
             writer.close()
 
-        server = await tls.serve(count, "127.0.0.1", 0, contexts[0], 10)
+        server = await tls.serve(count, "127.0.0.1", 0, contexts[0], 10, print)
         await asyncio.to_thread(send, server.sockets[0].getsockname()[1])
         total = await asyncio.wait_for(got, 10)
         server.close()

@@ -21,6 +21,15 @@ def test_a_closed_standard_output_is_no_traceback(tmp_path, arguments):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("unbuffered", [{}, {"PYTHONUNBUFFERED": "1"}])
+def test_a_reader_that_went_away_is_no_traceback(unbuffered):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": "", **unbuffered}
+    process = subprocess.Popen([*COMMAND, "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(20) == 2
+
+
 def test_identity_makes_nothing_that_it_cannot_tell_of(tmp_path):
     command = ["/bin/sh", "-c", 'exec "$@" >&-', "sh", *COMMAND, "identity", "x", "--out", str(tmp_path / "made")]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})

@@ -58,4 +58,4 @@ def test_operators_find_every_clause_of_a_hand_off():
     clauses = {kind.clause for kind in [*types, BadTag]} - {KVBridgeError.clause}
     assert len(clauses) > 30
     assert clauses - NOT_AN_OPERATORS <= named
-    assert named - clauses == {"commit_unconfirmed", "quarantined", "held"}, "nothing is listed that does not exist"
+    assert named - clauses == {"commit_unconfirmed", "quarantined", "held", "refused"}, "nothing is listed that does not exist"

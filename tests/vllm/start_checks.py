@@ -1,6 +1,8 @@
 """Runs in vLLM's environment: what the connector refuses of an engine's settings, and what its log line counts. Prints one JSON object."""
 
 import json
+import logging
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -17,6 +19,7 @@ from bridge.vllm.content import Adapters, content_of
 from bridge.vllm.engine import check_engine, digest
 from bridge.vllm.scheduler import SchedulerSide
 from bridge.vllm.stats import BridgeStats
+from bridge.vllm.worker import WorkerSide
 
 ALONE = {
     "pipeline_parallel_size": 1,
@@ -58,6 +61,20 @@ def overridden(folder: str, **overrides: object) -> str:
     return digest(engine, False).hex()
 
 
+def warnings_of_refusals(count: int) -> list[str]:
+    """What the worker's log says of so many connections that were turned away."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logger = logging.getLogger("vllm.kvbridge")
+    logger.addHandler(handler)
+    side = SimpleNamespace(_strangers_told=-math.inf)
+    for _ in range(count):
+        WorkerSide.observed(side, "prefiller", "refused", {"reason": "self-signed certificate"})
+    logger.removeHandler(handler)
+    return told
+
+
 def scheduled(params: dict, token_ids: list[int], **more: object) -> list[object]:
     """What the scheduler's side makes of a request, as an engine's steps ask for it: [fetched tokens, the load's error]."""
     config = SimpleNamespace(request_codec=True, compare_weights="sampled")
@@ -90,6 +107,7 @@ def main() -> None:
         "fetch with an adapter that is not here": scheduled(ticket, [1, 2, 3], lora_request=absent),
         "prefill with an adapter that is not here": scheduled({"do_remote_decode": True}, [1, 2, 3], lora_request=absent),
         "embeddings": [embedded(1, halves), embedded(1, halves), embedded(2, halves), embedded(1, [True] * 3)],
+        "refusals": warnings_of_refusals(3),
         "embeddings of another type": [embedded(1, halves, torch.bfloat16), embedded(1, halves)],
     }
     with tempfile.TemporaryDirectory() as folder:

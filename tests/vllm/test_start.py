@@ -59,3 +59,9 @@ def test_embeddings_of_a_prompt_are_compared(said):
 def test_overrides_of_the_configuration_count(said):
     plain, other, again = said["overrides"]
     assert plain != other == again
+
+
+def test_a_stranger_at_the_port_is_one_line_of_the_log(said):
+    (line,) = said["refusals"]
+    assert "(self-signed certificate)" in line
+    assert "must stand under peers" in line

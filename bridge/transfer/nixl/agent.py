@@ -44,7 +44,8 @@ from bridge.transfer.errors import (
     TransferTimeout,
 )
 from bridge.transfer.level_zero import level_zero_in_ucx
-from bridge.transfer.nixl.frame import MAX_NAME_BYTES, frame_metadata, parse_metadata
+from bridge.transfer.names import check_name
+from bridge.transfer.nixl.frame import frame_metadata, parse_metadata
 from bridge.transfer.nixl.library import BACKEND, UCX_LOG, said, start
 from bridge.transfer.nixl.reads import NixlTransfer, Reads
 from bridge.transfer.ranges import SEGMENTS, check_memory, check_ranges
@@ -109,8 +110,7 @@ class NixlAgent:
     kind = "nixl"
 
     def __init__(self, name: str, *, transports: Sequence[str] | None = None, serves: bool = True, in_flight_bytes: int = 64 << 20) -> None:
-        if not 0 < len(name.encode()) <= MAX_NAME_BYTES:
-            raise AgentUnavailable(f"an agent's name has 1 to {MAX_NAME_BYTES} bytes", remedy="choose a shorter name")
+        check_name(name)
         if in_flight_bytes < 4096:
             raise AgentUnavailable("in_flight_bytes is less than 4096", remedy="leave it at its default")
         if transports is not None and (not transports or not all(re.fullmatch(r"[\w^:\\/]+", item) for item in transports)):

@@ -26,6 +26,7 @@ from bridge.transfer.counts import ReadCounters, Tally
 from bridge.transfer.described import Described, Region
 from bridge.transfer.errors import AgentUnavailable, BadRange, PeerUnreachable, TransferFailed, TransferTimeout
 from bridge.transfer.host import check_host, view_of
+from bridge.transfer.names import check_name
 from bridge.transfer.ranges import check_ranges, pieces_of
 from bridge.transfer.stream.owner import Listener
 from bridge.transfer.stream.reader import Landing, ReaderConnection, open_connection
@@ -145,7 +146,7 @@ class StreamAgent:
         connect_seconds: float = 5.0,
         silence: float = 15.0,
     ) -> None:
-        described.check_name(name)
+        check_name(name)
         self.name = name
         self._identity, self._connect_seconds, self._silence = identity, connect_seconds, silence
         self._instance = secrets.token_bytes(described.INSTANCE_BYTES)

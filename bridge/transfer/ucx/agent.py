@@ -26,6 +26,7 @@ from bridge.transfer.counts import ReadCounters, Tally
 from bridge.transfer.described import Described, Region
 from bridge.transfer.errors import AgentUnavailable, BadRange, PeerUnreachable, TransferFailed, TransferTimeout
 from bridge.transfer.host import check_host, view_of
+from bridge.transfer.names import check_name
 from bridge.transfer.ranges import check_ranges, pieces_of
 from bridge.transfer.ucx import wire
 from bridge.transfer.ucx.owner import Owner
@@ -153,7 +154,7 @@ class UcxAgent:
         patience: float = 5.0,
         silence: float = 15.0,
     ) -> None:
-        described.check_name(name)
+        check_name(name)
         if in_flight_bytes < 4096:
             raise AgentUnavailable("in_flight_bytes is less than 4096", remedy="leave it at its default")
         if transports is not None and (not transports or not all(re.fullmatch(r"[\w^:\\/]+", item) for item in transports)):
