@@ -72,7 +72,7 @@ class Hooks:
 
     def kvb_pages(self) -> list[str]:
         """A digest of each page's bytes in all layers, by page."""
-        tensors = [tensor.contiguous().view(torch.uint8).flatten(1).numpy() for tensor in self.kvb_tensors().values()]
+        tensors = [tensor.contiguous().view(torch.uint8).flatten(1).cpu().numpy() for tensor in self.kvb_tensors().values()]
         return [hashlib.sha256(b"".join(tensor[page].tobytes() for tensor in tensors)).hexdigest() for page in range(len(tensors[0]))]
 
     # What happens at a step of the hand-off.
@@ -151,8 +151,8 @@ class Hooks:
             key, value = self._kvb_views(tensor)
             number, group = next((number, group) for number, group in enumerate(worker._groups) if index in group.layers)
             page, position = _places(blocks[number], tokens, group.block_size, tensor.shape[2], 0)
-            found[f"k{index}"] = _take(key, page, position).float().numpy()
-            found[f"v{index}"] = _take(value, page, position).float().numpy()
+            found[f"k{index}"] = _take(key, page, position).float().cpu().numpy()
+            found[f"v{index}"] = _take(value, page, position).float().cpu().numpy()
             found["element"] = np.array(str(key.dtype))
         np.savez(Path(folder) / f"rank{worker._rank}.npz", **found)
         return tokens
@@ -180,11 +180,14 @@ class Hooks:
 
     def _kvb_views(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V as [blocks, block size, heads, dim], or in tiles of [blocks, n, block size / n, heads, dim / m, m]."""
-        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
         if tensor.dtype is torch.uint8:  # vLLM's type for fp8 caches
             tensor = tensor.view(torch.float8_e4m3fn)
         blocks, heads, size, twice = tensor.shape
+        if tensor.device.type != "cpu":
+            key, value = tensor.permute(0, 2, 1, 3).split(twice // 2, dim=3)
+            return key, value
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
         dim, flat = twice // 2, tensor.reshape(blocks, heads, -1)
         isa = _get_attn_isa(self.model_config.dtype, size, dim, self.cache_config.cache_dtype)
         key, value = flat[..., : size * dim], flat[..., size * dim :]
@@ -208,13 +211,14 @@ def _tiled(view: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, to
 
 def _take(view: torch.Tensor, page: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     """[heads, tokens, dim]"""
+    page, position = page.to(view.device), position.to(view.device)
     held = view.view(torch.uint8) if view.dtype is torch.float8_e4m3fn else view
     found = held[page, position] if held.dim() == 4 else held[(page, *_tiled(held, position))].flatten(2)
     return found.view(view.dtype).transpose(0, 1)
 
 
 def _put(view: torch.Tensor, page: torch.Tensor, position: torch.Tensor, vectors: torch.Tensor) -> None:
-    vectors = vectors.transpose(0, 1)
+    page, position, vectors = (given.to(view.device) for given in (page, position, vectors.transpose(0, 1)))
     if view.dtype is torch.float8_e4m3fn:
         # torch saturates to NaN, caches to the largest number; and it has no indexed writes of this type.
         vectors, view = vectors.clamp(-448, 448).to(view.dtype).view(torch.uint8), view.view(torch.uint8)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -14,6 +16,8 @@ from tests.vllm.models import sensitive_model
 NAMES = {"prefiller": "prefill-0", "decoder": "decode-0"}
 BOUNDS = {"connect": 5, "claim": 5, "chunk": 20, "transfer": 20, "staging": 10, "lease": 20, "heartbeat": 0.5, "silence": 4}
 OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
+OVERLAY = "KVBRIDGE_VLLM_SETTINGS"
+"""More of LLM's arguments, as JSON, for engines on other machines than CI's: docs/ci.md has those for one NVIDIA card."""
 CONNECTOR = {"kv_connector": "BridgeConnector", "kv_connector_module_path": "bridge.vllm.connector"}
 
 
@@ -63,6 +67,7 @@ class Rig:
             "disable_log_stats": False,
             "worker_extension_cls": "tests.vllm.hooks.Hooks",
             "kv_transfer_config": transfer,
+            **json.loads(os.environ.get(OVERLAY, "{}")),
             **engine,
         }
 
