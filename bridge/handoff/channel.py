@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ssl
 
 from bridge.handoff import messages
 from bridge.handoff.errors import HandoffTimeout, PeerLost, ProtocolError
 
 _PREFIX_BYTES = 4
-_LOST = (asyncio.IncompleteReadError, ConnectionError, ssl.SSLError, OSError, EOFError)
+_LOST = (OSError, EOFError)  # TLS's errors and asyncio's incomplete read among them
 
 
 class Channel:
@@ -35,7 +34,7 @@ class Channel:
         except TimeoutError:
             raise HandoffTimeout(f"{self.peer} did not read a control message within {self._send_timeout} s") from None
         except _LOST as error:
-            raise PeerLost(f"the control channel to {self.peer} broke while sending: {error or type(error).__name__}") from None
+            raise PeerLost(f"the control channel to {self.peer} broke while sending: {str(error) or type(error).__name__}") from None
 
     async def receive(self, timeout: float) -> messages.Message:
         """The next message, whole within `timeout` seconds. Raises PeerLost (silence included) or ProtocolError."""
@@ -47,7 +46,7 @@ class Channel:
         except asyncio.IncompleteReadError as error:
             raise PeerLost(f"{self.peer} closed the control channel{' in the middle of a message' if error.partial else ''}") from None
         except _LOST as error:
-            raise PeerLost(f"{self.peer} closed the control channel: {error or type(error).__name__}") from None
+            raise PeerLost(f"{self.peer} closed the control channel: {str(error) or type(error).__name__}") from None
 
     async def _receive(self) -> messages.Message:
         prefix = await self._reader.readexactly(_PREFIX_BYTES)
@@ -55,6 +54,10 @@ class Channel:
         if size > messages.MAX_MESSAGE_BYTES:
             raise ProtocolError(f"{self.peer} announces a control message of {size} bytes, the limit is {messages.MAX_MESSAGE_BYTES}")
         return messages.decode(await self._reader.readexactly(size))
+
+    def ended(self) -> bool:
+        """Whether the peer has ended the connection; a peer that is only silent has not."""
+        return self._reader.at_eof() or self._reader.exception() is not None
 
     async def keep_alive(self, interval: float) -> None:
         """Sends Ping every `interval` seconds until the channel breaks."""

@@ -33,7 +33,7 @@ from bridge.handoff.errors import (
 )
 from bridge.handoff.identity import Identity, PeerConfig, PinnedPeers, client_context
 from bridge.handoff.link import Claimed, Link, Receiving
-from bridge.handoff.loop import Job, LoopThread
+from bridge.handoff.loop import Job, LoopThread, outlast
 from bridge.handoff.move import Move, Resources, Wanted
 from bridge.handoff.staging import Staging, StagingPool, Where
 from bridge.handoff.ticket import Ticket
@@ -44,6 +44,7 @@ from bridge.transfer.errors import TransferTimeout
 from bridge.wire import ContentKind, Manifest, PayloadMap, TagKeys, open_sealed
 
 _LAST_COMMITS_SECONDS = 1.0
+_SETTLE_INTERVAL = 0.1
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,8 @@ class Fetch:
         return self._job.future.result()
 
     async def result_async(self) -> Received:
-        """`result` for engines that run on an event loop."""
-        return await asyncio.wrap_future(self._job.future)
+        """`result` for engines that run on an event loop. Cancelled, or out of time, it only waits no more: the fetch goes on."""
+        return await asyncio.shield(asyncio.wrap_future(self._job.future))
 
 
 class Decoder:
@@ -165,6 +166,7 @@ class Decoder:
         self._loop = LoopThread(f"kvbridge-decoder-{identity.name}")
         if attach is not None:
             self._loop.loop.call_soon_threadsafe(attach)
+        self._loop.submit(self._settle())
         self._closed = False
 
     # What the engine calls.
@@ -187,8 +189,14 @@ class Decoder:
         return self.start(ticket, target).result()
 
     async def fetch_async(self, ticket: Ticket, target: Target) -> Received:
-        """`fetch` for engines that run on an event loop."""
-        return await self.start(ticket, target).result_async()
+        """`fetch` for engines that run on an event loop. Cancelled, it gives the hand-off up and ends when the pages are free again."""
+        fetch = self.start(ticket, target)
+        try:
+            return await fetch.result_async()
+        except asyncio.CancelledError:
+            fetch.cancel()
+            await outlast([asyncio.wrap_future(fetch._job.future)])
+            raise
 
     def decline(self, ticket: Ticket, target_model: bytes, reason: str) -> None:
         """Lets the prefiller free a payload that this decoder will not fetch; best effort, returns at once."""
@@ -197,7 +205,7 @@ class Decoder:
 
     def staging(self) -> tuple[int, int]:
         """(bytes in use, budget) of the staging memory; quarantined bytes count as used."""
-        pools = [staging.pool for staging in self._staging.values()]
+        pools = [staging.pool for staging in list(self._staging.values())]
         return sum(pool.used for pool in pools), sum(pool.capacity for pool in pools)
 
     def staged_in(self) -> list[str]:
@@ -206,7 +214,7 @@ class Decoder:
 
     def quarantined(self) -> int:
         """Bytes under transfers that were given up and may still arrive."""
-        return sum(staging.pool.quarantined for staging in self._staging.values())
+        return sum(staging.pool.quarantined for staging in list(self._staging.values()))
 
     def close(self) -> None:
         """Ends every hand-off and frees staging memory, registration and connections. Idempotent.
@@ -220,7 +228,9 @@ class Decoder:
             self._loop.run(self._end_commits(), _LAST_COMMITS_SECONDS)
         self._loop.close()
         self._landing.shutdown(wait=True)
-        for staging in self._staging.values():
+        with self._opening:  # nothing is opened after `_closed`
+            opened = list(self._staging.values())
+        for staging in opened:
             try:
                 staging.registration.release()
             except TransferTimeout:
@@ -304,6 +314,15 @@ class Decoder:
             raise
         return move
 
+    async def _settle(self) -> None:
+        """Frees quarantined memory without waiting for somebody who wants room."""
+        while True:
+            await asyncio.sleep(_SETTLE_INTERVAL)
+            for staging in list(self._staging.values()):
+                if staging.pool.quarantined:
+                    # An agent that is busy answers late, and the loop has others to serve.
+                    await asyncio.to_thread(staging.pool.settle)
+
     async def _end_commits(self) -> None:
         while self._committing:
             await asyncio.wait(list(self._committing.values()))
@@ -357,7 +376,7 @@ class Decoder:
     def _stage_for(self, name: str, device: str) -> None:
         """Sees to staging of the kind that a prefiller has: between a device's memory and the host's, transfers are slow (0.4 GB/s)."""
         with self._opening:
-            if device == "cpu" and device not in self._staging and self._may_add_host:
+            if device == "cpu" and device not in self._staging and self._may_add_host and not self._closed:
                 self._staging[device] = Staging.open(self.device, self.agent, StagingPool(self._pool.capacity), "host", NOBODY)
         if device not in self._staging:
             held = " and ".join(self._staging)
@@ -387,8 +406,11 @@ class Decoder:
                 raise ProtocolError(f"{name} did not answer the greeting")
             await asyncio.to_thread(self._stage_for, name, welcome.device)
             endpoint = await asyncio.to_thread(self.agent.connect, welcome.agent_metadata)
-        except PeerLost:
+        except PeerLost as error:
+            ended = channel.ended()
             await channel.close()
+            if not ended:
+                raise CannotConnect(f"{error.detail} before its greeting", remedy="it accepts connections only: look at its log") from None
             raise CannotConnect(
                 f"prefiller {name!r} at {peer.host}:{peer.port} ended the connection before its greeting",
                 remedy="most likely this host's certificate is not among its peers, or is an old copy",

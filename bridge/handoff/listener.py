@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 
 from bridge.counters import Counters
+from bridge.errors import KVBridgeError
 from bridge.handoff import messages, tls
 from bridge.handoff.bounds import Bounds, Observer
 from bridge.handoff.channel import Channel
@@ -34,26 +35,26 @@ class Listener:
         observe: Observer,
     ) -> None:
         self._pinned = PinnedPeers(peers)
-        self._context = server_context(identity, peers)
+        self._server = tls.Server(self._accept, server_context(identity, peers), bounds.connect, self._stranger)
         self._leases, self._welcome, self._bounds, self._counters, self._observe = leases, welcome, bounds, counters, observe
         self._sessions = 0
-        self._server: asyncio.Server | None = None
 
     async def open(self, host: str, port: int) -> int:
         """Opens the port and returns its number (port 0: any free one). Raises OSError or OverflowError."""
-        self._server = await tls.serve(self._accept, host, port, self._context, self._bounds.connect, self._stranger)
-        number: int = self._server.sockets[0].getsockname()[1]
-        return number
+        await self._server.open(host, port)
+        return self._server.port
 
     async def close(self) -> None:
         """Closes the port. Connections live on until the loop ends; what was told to them may still leave."""
-        if self._server is not None:
-            self._server.close()
-            await asyncio.sleep(0.05)
+        await self._server.close()
+        await asyncio.sleep(0.05)
 
-    def _stranger(self, reason: str) -> None:
-        self._counters.add("refused", _HANDSHAKE)
-        self._observe("refused", {"reason": reason})
+    def _stranger(self, address: str, reason: str) -> None:
+        self._refuse(_HANDSHAKE, address, reason)
+
+    def _refuse(self, clause: str, address: str, reason: str) -> None:
+        self._counters.add("refused", clause)
+        self._observe("refused", {"address": address, "reason": reason})
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         channel = Channel(reader, writer, "an unknown peer", self._bounds.silence)
@@ -66,11 +67,10 @@ class Listener:
             self._sessions += 1
             session = Session(channel, self._leases, self._welcome, self._bounds, self._observe)
             await session.serve()
-        except HandoffError as error:
-            if session is None:
-                self._counters.add("refused", error.clause)
-                self._observe("refused", {"reason": error.detail})
-            else:
+        except KVBridgeError as error:  # an agent that cannot describe itself is no hand-off's error
+            if session is None or not session.greeted:
+                self._refuse(error.clause, writer.get_extra_info("peername")[0], error.detail)
+            if session is not None and isinstance(error, HandoffError):
                 self._leases.drop(session, error)
         except asyncio.CancelledError:
             # The prefiller is closing; asyncio would log this as a failure of its own.

@@ -122,10 +122,10 @@ class Packer:
             if lease.error is not None:
                 raise lease.error
         try:
-            return self.pool.take(nbytes, self.bounds.staging)
+            return self.pool.take(nbytes, self.bounds.staging, lambda: lease.live)
         except HandoffError as error:
             self.leases.finish(lease, error)
-            raise
+            raise lease.error or error from None
 
 
 def _with_tables(groups: tuple[CacheGroup, ...], table: BlockTable | Sequence[BlockTable]) -> tuple[CacheGroup, ...]:

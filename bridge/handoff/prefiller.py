@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from bridge.devices import Device, DeviceWithMemory
 from bridge.handoff import messages
 from bridge.handoff.bounds import Bounds, Observer, ignore
 from bridge.handoff.compatibility import check_chunks
-from bridge.handoff.errors import Cancelled, CannotListen
+from bridge.handoff.errors import BadBounds, Cancelled, CannotListen
 from bridge.handoff.identity import Identity, PeerConfig
 from bridge.handoff.lease import Lease, Mode
 from bridge.handoff.leases import Leases
@@ -29,6 +30,7 @@ from bridge.transfer.agent import Agent
 from bridge.wire import Manifest, new_key, seal
 
 _EXPIRY_INTERVAL = 0.1
+_LISTENER_CLOSES_SECONDS = 5.0
 
 
 class Prefiller:
@@ -62,6 +64,8 @@ class Prefiller:
     ) -> None:
         self.identity, self.device, self.agent, self.bounds, self.observe = identity, device, agent, bounds, observe
         self.counters = Counters()
+        if stream_depth < 1:
+            raise BadBounds(f"{stream_depth} chunks of a stream in staging memory hold nothing", remedy="take at least one")
         if not host:
             raise CannotListen("no address was given for the control port", remedy="give one; 0.0.0.0 is all of IPv4")
         self._instance = secrets.token_bytes(16)
@@ -137,9 +141,12 @@ class Prefiller:
             return
         self._closed = True
         self._leases.close()
-        self._loop.run(self._listener.close(), timeout=5.0)
-        self._loop.close()
-        self._registration.release()
+        try:
+            with contextlib.suppress(TimeoutError):
+                self._loop.run(self._listener.close(), timeout=_LISTENER_CLOSES_SECONDS)
+        finally:
+            self._loop.close()
+            self._registration.release()
 
     def _welcome(self) -> messages.Welcome:
         """The greeting: how to read the staging memory."""

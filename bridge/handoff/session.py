@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from bridge.errors import KVBridgeError
 from bridge.handoff import messages
 from bridge.handoff.bounds import Bounds, Observer
 from bridge.handoff.channel import Channel
@@ -30,17 +31,21 @@ class Session:
         self, channel: Channel, leases: Leases, welcome: Callable[[], messages.Welcome], bounds: Bounds, observe: Observer
     ) -> None:
         self._channel, self._leases, self._welcome, self._bounds, self._observe = channel, leases, welcome, bounds, observe
-        self.peer = channel.peer
+        self.peer, self.greeted = channel.peer, False
         self._outbox: asyncio.Queue[messages.Message] = asyncio.Queue()
         self._room = asyncio.Event()
 
     async def serve(self) -> None:
-        """Greets, then handles messages. Raises PeerLost or ProtocolError when the connection ends."""
+        """Greets, then handles messages. Raises PeerLost or ProtocolError when the connection ends, or what the greeting failed by."""
         hello = await self._channel.receive(self._bounds.connect)
         if not isinstance(hello, messages.Hello):
             raise ProtocolError(f"{self.peer} did not say hello first")
         self._observe("hello", {"peer": self.peer})
-        welcome = self._welcome()
+        try:
+            welcome = self._welcome()
+        except KVBridgeError as error:
+            await self._channel.send(messages.Refusal(0, error.clause, error.detail[:1000], error.advice[:1000]))
+            raise
         if hello.major != messages.PROTOCOL_MAJOR or hello.agent != welcome.agent:
             detail = (
                 f"this prefiller speaks protocol {messages.PROTOCOL_MAJOR} over {welcome.agent}, "
@@ -49,6 +54,7 @@ class Session:
             await self._channel.send(messages.Refusal(0, ProtocolError.clause, detail, "run the same version and transfer agent"))
             raise ProtocolError(detail)
         await self._channel.send(welcome)
+        self.greeted = True
         alive = asyncio.create_task(self._channel.keep_alive(self._bounds.heartbeat))
         tasks = [alive, asyncio.create_task(self._receive()), asyncio.create_task(self._send_outbox())]
         try:

@@ -32,7 +32,7 @@ class StagingPool:
     """First fit over free extents, merged when given back. Safe for several threads.
 
     capacity: bytes of the memory. An extent whose transfer is unfinished is quarantined: it counts as used until its `settled` says that
-    no byte can arrive any more, which is asked whenever room is wanted. Raises StagingFull for a budget of less than a page.
+    no byte can arrive any more, which is asked where room is wanted and by `settle`. Raises StagingFull for a budget of less than a page.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -47,14 +47,12 @@ class StagingPool:
     def used(self) -> int:
         """Bytes that are not free: taken or quarantined."""
         with self._changed:
-            self._settle()
             return self.capacity - sum(size for _, size in self._free)
 
     @property
     def quarantined(self) -> int:
         """Bytes under unfinished transfers that nobody waits for."""
         with self._changed:
-            self._settle()
             return sum(_round_up(extent.nbytes) for extent, _ in self._quarantine)
 
     def try_take(self, nbytes: int) -> Extent | None:
@@ -62,8 +60,13 @@ class StagingPool:
         size = _round_up(nbytes)
         if size > self.capacity:
             raise StagingFull(f"a chunk of {nbytes} bytes is larger than the whole staging budget of {self.capacity}")
+        extent = self._first_fit(nbytes, size)
+        if extent is None and self.settle():
+            extent = self._first_fit(nbytes, size)
+        return extent
+
+    def _first_fit(self, nbytes: int, size: int) -> Extent | None:
         with self._changed:
-            self._settle()
             for position, (offset, free) in enumerate(self._free):
                 if free >= size:
                     if free == size:
@@ -73,15 +76,15 @@ class StagingPool:
                     return Extent(offset, nbytes)
         return None
 
-    def take(self, nbytes: int, timeout: float) -> Extent:
-        """An extent of `nbytes`, waiting for room up to `timeout` seconds. Raises StagingFull."""
+    def take(self, nbytes: int, timeout: float, wanted: Callable[[], bool] = lambda: True) -> Extent:
+        """An extent of `nbytes`, waiting for room up to `timeout` seconds and no longer than it is `wanted`. Raises StagingFull."""
         deadline = time.monotonic() + timeout
         while True:
             extent = self.try_take(nbytes)
             if extent is not None:
                 return extent
             remaining = deadline - time.monotonic()
-            if remaining <= 0:
+            if remaining <= 0 or not wanted():
                 raise StagingFull(f"no room for {nbytes} bytes within {timeout} s ({self.used} of {self.capacity} in use)")
             with self._changed:
                 # Quarantined extents settle without a notification, hence the short wait.
@@ -98,14 +101,19 @@ class StagingPool:
         with self._changed:
             self._quarantine.append((extent, settled))
 
-    def _settle(self) -> None:
-        waiting = []
-        for extent, settled in self._quarantine:
-            if settled():
-                self._insert(extent)
-            else:
-                waiting.append((extent, settled))
-        self._quarantine = waiting
+    def settle(self) -> bool:
+        """Frees what is quarantined and can be written no more. Whether that was anything. Asks the transfers, outside the lock."""
+        with self._changed:
+            waiting = list(self._quarantine)
+        settled = [one for one in waiting if one[1]()]
+        with self._changed:
+            freed = [one for one in settled if one in self._quarantine]  # not what another thread has freed meanwhile
+            for one in freed:
+                self._quarantine.remove(one)
+                self._insert(one[0])
+            if freed:
+                self._changed.notify_all()
+        return bool(freed)
 
     def _insert(self, extent: Extent) -> None:
         insort(self._free, (extent.offset, _round_up(extent.nbytes)))

@@ -7,14 +7,23 @@ to 190 bytes a hand-off for as long as a decoder lived.
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from bridge.handoff.messages import MAX_MESSAGE_BYTES
 
+MAX_HANDSHAKES = 64
+"""Connections of which nobody knows yet whose they are."""
+
+ENDED = "it went away before a handshake"
+"""What a health check does, or a port scanner."""
+
 _READ_BYTES = 16 << 10
 """What one TLS record holds at most."""
+_BACKLOG = 128
+_ACCEPT_AGAIN_SECONDS = 0.05
 
 
 class _Protocol(asyncio.StreamReaderProtocol, asyncio.BufferedProtocol):
@@ -56,30 +65,88 @@ async def connect(
     return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
 
 
-async def serve(
-    accept: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
-    host: str,
-    port: int,
-    context: ssl.SSLContext,
-    handshake_seconds: float,
-    refused: Callable[[str], None],
-) -> asyncio.Server:
-    """As asyncio.start_server. refused: called with the reason where a handshake fails, of which asyncio tells nobody.
+class Server:
+    """A listening port. Each handshake is a task of its own; of connections without one, and of too many, their address is told.
 
-    Raises OSError or OverflowError.
+    accept: serves one authenticated connection. refused: called with the client's address and the reason.
     """
 
-    class Watched(ssl.SSLObject):
-        def do_handshake(self) -> None:
-            try:
-                super().do_handshake()
-            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                raise
-            except ssl.SSLError as error:
-                refused(getattr(error, "verify_message", "") or (error.reason or str(error)).replace("_", " ").lower())
-                raise
+    def __init__(
+        self,
+        accept: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+        context: ssl.SSLContext,
+        handshake_seconds: float,
+        refused: Callable[[str, str], None],
+    ) -> None:
+        self._accept, self._context, self._seconds, self._refused = accept, context, handshake_seconds, refused
+        self._sockets: list[socket.socket] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._shaking = 0
+        self.port = 0
 
-    context.sslobject_class = Watched
-    return await asyncio.get_running_loop().create_server(
-        lambda: _Protocol(asyncio.StreamReader(MAX_MESSAGE_BYTES), accept), host, port, ssl=context, ssl_handshake_timeout=handshake_seconds
-    )
+    async def open(self, host: str, port: int) -> None:
+        """Listens on every address of `host`, all with one port number (0: any free one). Raises OSError or OverflowError."""
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        try:
+            for family, kind, protocol, _, address in dict.fromkeys(found):
+                sock = socket.socket(family, kind, protocol)
+                self._sockets.append(sock)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                sock.bind((address[0], self.port or port, *address[2:]))
+                self.port = sock.getsockname()[1]
+                sock.listen(_BACKLOG)
+                sock.setblocking(False)
+        except OSError:
+            self._close_sockets()
+            raise
+        for sock in self._sockets:
+            self._keep(self._serve(sock))
+
+    async def close(self) -> None:
+        """Accepts no more and ends what is shaking hands. Connections live on."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        # Before the sockets: the loop still watches their descriptors, which may soon be others'.
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        for sock in self._sockets:
+            sock.close()
+
+    def _keep(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, listening: socket.socket) -> None:
+        while True:
+            try:
+                sock, address = await asyncio.get_running_loop().sock_accept(listening)
+            except OSError:  # out of descriptors, or the client has gone again
+                await asyncio.sleep(_ACCEPT_AGAIN_SECONDS)
+                continue
+            if self._shaking >= MAX_HANDSHAKES:
+                sock.close()
+                self._refused(address[0], f"{MAX_HANDSHAKES} handshakes are under way")
+            else:
+                self._shaking += 1
+                self._keep(self._shake_hands(sock, address[0]))
+
+    async def _shake_hands(self, sock: socket.socket, address: str) -> None:
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: _Protocol(asyncio.StreamReader(MAX_MESSAGE_BYTES), self._accept),
+                sock,
+                ssl=self._context,
+                ssl_handshake_timeout=self._seconds,
+            )
+        except ssl.SSLError as error:
+            self._refused(address, getattr(error, "verify_message", "") or (error.reason or str(error)).replace("_", " ").lower())
+        except OSError as error:
+            self._refused(address, str(error) or ENDED)
+        finally:
+            self._shaking -= 1

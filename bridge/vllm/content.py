@@ -30,10 +30,10 @@ class Adapters:
 
     def digest(self, name: str, path: str) -> bytes:
         """Of the adapter that vLLM finds at `path`. Raises AdapterUnknown."""
-        folder = on_this_host(path)
-        if folder is None:
-            raise AdapterUnknown(f"the files of the adapter {name[:100]!r} were not found on this host, so they cannot be compared")
         try:
+            folder = on_this_host(path)
+            if folder is None:
+                raise AdapterUnknown(f"the files of the adapter {name[:100]!r} were not found on this host, so they cannot be compared")
             stamp = _stamp(folder)
             known = self._known.get(path)
             if known is None or known[0] != stamp:
@@ -42,6 +42,8 @@ class Adapters:
                 known = self._known[path] = stamp, adapter_digest(folder, whole=self._whole)
         except GeometryError as error:
             raise AdapterUnknown(f"the adapter {name[:100]!r} cannot be compared: {error.detail}") from None
+        except (OSError, RuntimeError, ValueError) as error:  # a file that goes meanwhile, a home folder or a name that there is not
+            raise AdapterUnknown(f"the adapter {name[:100]!r} cannot be compared: {str(error)[:200]}") from None
         return known[1]
 
 

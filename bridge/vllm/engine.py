@@ -27,6 +27,8 @@ NEEDED_HOOKS = {
     "update_state_after_alloc": ("request", "blocks", "num_external_tokens"),
     "build_connector_meta": ("scheduler_output",),
     "request_finished": ("request", "block_ids"),
+    "update_connector_output": ("connector_output",),
+    "get_kv_connector_stats": (),
     "bind_kv_cache_manager": ("kv_cache_manager",),
     "on_new_request": ("request",),
     "has_pending_push_work": (),

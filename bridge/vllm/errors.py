@@ -41,3 +41,13 @@ class AdapterUnknown(ConnectorError):
 
     clause = "adapter_unknown"
     remedy = "give vLLM the adapter's own folder, with adapter_config.json and adapter_model.safetensors"
+
+
+class CannotLoad(ConnectorError):
+    """What the scheduler's side found wrong with a request, raised where it was to be loaded, under the clause that it had there."""
+
+    clause = "cannot_load"
+
+    def __init__(self, clause: str, detail: str, advice: str) -> None:
+        super().__init__(detail, remedy=advice)
+        self.clause = clause  # type: ignore[misc]

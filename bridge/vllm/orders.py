@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
+from bridge.errors import KVBridgeError
 from bridge.vllm.params import DecodeOrder
 from bridge.wire import ContentKind
 
@@ -32,12 +33,25 @@ class Save:
 
 
 @dataclass(frozen=True)
+class Failure:
+    """A typed failure, for another process: its clause, its detail and its advice."""
+
+    clause: str
+    detail: str
+    advice: str
+
+    @classmethod
+    def of(cls, error: KVBridgeError) -> Failure:
+        return cls(error.clause, error.detail, error.advice)
+
+
+@dataclass(frozen=True)
 class Load:
-    """Fetch tokens [first_token, end_token) of a request into its blocks. error: why that cannot be, where the parameters are bad."""
+    """Fetch tokens [first_token, end_token) of a request into its blocks. error: why that cannot be, where there is no order."""
 
     request_id: str
     order: DecodeOrder | None
-    error: str
+    error: Failure | None
     block_ids: BlockIds
     first_token: int
     end_token: int

@@ -14,7 +14,7 @@ from bridge.vllm import params
 from bridge.vllm.config import ConnectorConfig
 from bridge.vllm.content import Adapters, content_of
 from bridge.vllm.errors import BadParameters
-from bridge.vllm.orders import Content, Load, Save, StepOrders
+from bridge.vllm.orders import Content, Failure, Load, Save, StepOrders
 from bridge.vllm.params import DecodeOrder, PrefillOrder
 
 if TYPE_CHECKING:
@@ -94,13 +94,13 @@ class SchedulerSide:
         order = self._decodes.pop(request.request_id, None)
         if order is None:
             return
-        error = str(order) if isinstance(order, KVBridgeError) else ""
+        error = Failure.of(order) if isinstance(order, KVBridgeError) else None
         good = order if isinstance(order, DecodeOrder) else None
         content: Content = ()
         try:
             content = content_of(request, self._adapters)
         except KVBridgeError as bad:  # token ids that no tokenizer gives, an adapter whose files are not here
-            good, error = None, str(bad)
+            good, error = None, error or Failure.of(bad)
         if external > 0:
             end = request.num_prompt_tokens - self._recomputed
             load = Load(

@@ -17,7 +17,7 @@ from bridge import __version__
 from bridge.counters import Counters
 from bridge.devices import Device, open_device
 from bridge.errors import KVBridgeError
-from bridge.handoff import Decoder, Fetch, Mode, Offer, Prefiller, Target
+from bridge.handoff import Decoder, Fetch, Mode, Offer, Prefiller, Target, tls
 from bridge.handoff.errors import Cancelled, StagingFull
 from bridge.model import manifest_for
 from bridge.pages import PagedCache
@@ -27,10 +27,10 @@ from bridge.transfer.choose import open_agent
 from bridge.vllm import engine, kv_tensors
 from bridge.vllm.config import ConnectorConfig
 from bridge.vllm.engine_pages import BlockGroup, EnginePages
-from bridge.vllm.errors import BadParameters, traceback_of
+from bridge.vllm.errors import BadParameters, CannotLoad, traceback_of
 from bridge.vllm.orders import Load, Save, StepOrders
 from bridge.vllm.params import DecodeOrder
-from bridge.wire import Manifest
+from bridge.wire import Manifest, PayloadMap
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -47,6 +47,8 @@ class _Sending:
         self.offer: Offer | None = None
         self.save: Save | None = None
         self.failed = False
+        self.wanted = 0
+        """Bytes for which staging memory had no room; 0 where that is not known."""
         self.holding: threading.Thread | None = None
 
     @property
@@ -163,11 +165,13 @@ class WorkerSide:
     def observed(self, side: str, step: str, details: dict[str, Any]) -> None:
         """Each step of a hand-off, from the thread that takes it."""
         logger.debug("%s: %s %s", side, step, details)
-        if step == "refused" and time.monotonic() >= self._strangers_told + _STRANGERS_SECONDS:
+        told = self._strangers_told
+        if step == "refused" and details["reason"] != tls.ENDED and time.monotonic() >= told + _STRANGERS_SECONDS:
             self._strangers_told = time.monotonic()
             logger.warning(
-                "kvbridge refused a connection to its control port (%s); if it was a decoder, its certificate must stand under peers here,"
-                " and this engine's under peers there. More of them are only counted for %d s",
+                "kvbridge refused a connection from %s to its control port (%s); if it was a decoder, its certificate must stand"
+                " under peers here, and this engine's under peers there. More of them are only counted for %d s",
+                details["address"],
                 details["reason"],
                 _STRANGERS_SECONDS,
             )
@@ -196,25 +200,32 @@ class WorkerSide:
                 continue
             try:
                 if sending.offer is None:
-                    sending.offer = self._park_or_hold(save)
+                    sending.offer = self._park_or_hold(sending, save)
                 if sending.offer is not None and not sending.held:
                     sending.offer.advance(save.computed, self._registered().tables(save.block_ids))
             except Exception as error:
                 self._fail(sending, save.request_id, error)
 
-    def _park_or_hold(self, save: Save) -> Offer | None:
+    def _park_or_hold(self, sending: _Sending, save: Save) -> Offer | None:
         """An offer with room for the whole payload. Where staging has none, None until the last token, then one that passes through a ring.
 
         The second kind holds the engine's blocks. It is offered before the engine answers the router, so no decoder can ask too early.
         """
-        try:
-            return self._offer(save, Mode.PARK)
-        except StagingFull:
-            if save.computed < save.total:
-                return None
-            offer = self._offer(save, Mode.STREAM)
-            self.counters.add("held")
-            return offer
+        if self._free_staging() >= sending.wanted:
+            try:
+                return self._offer(save, Mode.PARK)
+            except StagingFull:
+                # Asked for again only where there may be room: each refusal is counted, and one for a request is enough.
+                sending.wanted = PayloadMap(self._manifest(save)).payload_bytes
+        if save.computed < save.total:
+            return None
+        offer = self._offer(save, Mode.STREAM)
+        self.counters.add("held")
+        return offer
+
+    def _free_staging(self) -> int:
+        used, budget = self._prefiller.staging() if self._prefiller is not None else (0, 0)
+        return budget - used
 
     def _fail(self, sending: _Sending, request_id: str, error: Exception) -> None:
         """Only this request fails; the engine goes on."""
@@ -245,6 +256,7 @@ class WorkerSide:
             element=cache.element(),
             layers=sorted(cache.layers),
             heads=self._heads,
+            shard=self._layout.shard(self._rank),
             scales=self._scales(cache, save.codec),
         )
         return replace(manifest, content=save.content)
@@ -290,8 +302,10 @@ class WorkerSide:
             self._decoder.decline(replace(order.ticket, rank=source.rank), self._model, "the decoder does not need this payload")
 
     def _start(self, load: Load) -> list[Fetch]:
+        if load.error is not None:
+            raise CannotLoad(load.error.clause, load.error.detail, load.error.advice)
         if load.order is None:
-            raise BadParameters(load.error)
+            raise BadParameters("there is no ticket")
         if self._decoder is None:
             raise engine.UnsupportedEngine("this engine has no decoder role", remedy="set kv_role to kv_consumer or kv_both")
         wanted = []

@@ -11,14 +11,20 @@ import torch
 
 from backends.cpu.device import CpuReferenceDevice
 from bridge.codecs import declared
-from bridge.handoff import Bounds, Decoder, Identity, PeerConfig, Prefiller, Target, create_identity
+from bridge.handoff import Bounds, Decoder, Identity, Offer, PeerConfig, Prefiller, Target, create_identity
 from bridge.pages import BlockTable, LayerPages, PagedCache
 from bridge.wire import ContentKind, Element, Group, Layer, Manifest, token_digest
 from tests.handoff.local_agent import LocalAgent
+from tests.waiting import PATIENCE, eventually
 
 HEADS, HEAD_DIM, LAYERS = 2, 64, 3
 MODEL = bytes(range(32))
-BOUNDS = Bounds(connect=4, claim=4, chunk=4, transfer=4, staging=2, lease=10, heartbeat=0.5, silence=4)
+BOUNDS = Bounds(
+    connect=PATIENCE, claim=PATIENCE, chunk=PATIENCE, transfer=PATIENCE, staging=PATIENCE, lease=120, heartbeat=0.5, silence=PATIENCE
+)
+"""Nothing that goes well takes so long, on any machine. A test in which a bound is reached gives a shorter one for that alone."""
+TOKENS = 150
+"""Of most requests here: five chunks."""
 
 
 def paged_cache(block_size: int, pages: int, seed: int | None) -> PagedCache:
@@ -118,3 +124,15 @@ class Pair:
     def close(self) -> None:
         self.decoder.close()
         self.prefiller.close()
+
+
+def parked(pair: Pair, source: tuple[PagedCache, BlockTable], **more: Any) -> Offer:
+    """A request that was packed whole and waits for its decoder."""
+    offer = pair.prefiller.offer(manifest("r", TOKENS, **more), *source)
+    offer.advance(TOKENS)
+    return offer
+
+
+def everything_is_free(pair: Pair) -> bool:
+    """Whether both ends come to hold nothing."""
+    return eventually(lambda: pair.prefiller.staging()[0] == pair.decoder.staging()[0] == 0 and pair.prefiller.live_leases() == 0)

@@ -14,6 +14,7 @@ from bridge.pages import BlockTable, CacheGroup, LayerPages, OpaquePages, PagedC
 from bridge.sharding import Layout, plan
 from bridge.wire import Group, GroupKind
 from tests.handoff.pair import HEAD_DIM, HEADS, MODEL, block_table, manifest, paged_cache
+from tests.waiting import PATIENCE
 
 TOKENS, WINDOW, STATE_BYTES, CHUNK = 150, 40, 16 * 24, 32
 GEOMETRY = ModelGeometry.from_config(
@@ -88,8 +89,8 @@ def test_every_group_lands_in_its_own_pages(pair, mode, first):
         offer.advance(computed)
         assert not offer.packed  # the states are those after the last token
     offer.advance(TOKENS)
-    fetch.result(10)
-    offer.wait(5)
+    fetch.result(PATIENCE)
+    offer.wait(PATIENCE)
     assert torch.equal(source.tokens("full", first, TOKENS), target.tokens("full", first, TOKENS))
     begin = max(first, WINDOW_FIRST)
     assert torch.equal(source.tokens("window", begin, TOKENS), target.tokens("window", begin, TOKENS))
@@ -120,7 +121,7 @@ def refused(pair, made, target, **more):
     with pytest.raises(HandoffError) as caught:
         pair.decoder.fetch(offer.ticket, Target(target.groups, None, MODEL, **more))
     with pytest.raises(Refused):
-        offer.wait(5)
+        offer.wait(PATIENCE)
     for tensor in (*target.full, *target.window):
         assert bool(torch.isnan(tensor).all())
     return caught.value
@@ -229,9 +230,9 @@ def test_ranks_of_two_layouts(pair, source, target):
                 decoders[rank].start(offers[read.source].ticket, pair.target(part, ranks[-1][2], reader=reader, readers=readers))
             )
     for fetch in fetches:
-        fetch.result(20)
+        fetch.result(PATIENCE)
     for offer in offers.values():
-        offer.wait(5)
+        offer.wait(PATIENCE)
     page, position = table.locate(0, TOKENS, 12)
     for holding, cache, decode_table in ranks:
         there, at = decode_table.locate(0, TOKENS, 4)
@@ -270,10 +271,10 @@ def test_many_readers_of_one_rank_commit_once(pair):
     target = paged_cache(64, 4, seed=None).part([0, 1, 2], 0, 1)
     pair.decoder.fetch(offer.ticket, pair.target(target, block_table(64, 4, 3), reader=0, readers=2))
     assert pair.prefiller.live_leases() == 1
-    done = threading.Thread(target=offer.wait, args=(5,))
+    done = threading.Thread(target=offer.wait, args=(PATIENCE,))
     done.start()
     pair.decoder.fetch(offer.ticket, pair.target(target, block_table(64, 4, 3), reader=1, readers=2))
-    done.join(5)
+    done.join(PATIENCE)
     assert pair.prefiller.live_leases() == 0
 
 

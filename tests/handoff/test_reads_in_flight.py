@@ -2,29 +2,21 @@
 
 import asyncio
 import gc
+import time
 import weakref
+from dataclasses import replace
 
 import pytest
 
 from backends.cpu.device import CpuReferenceDevice
 from bridge.devices import DeviceWithMemory, PlansLandings
-from bridge.handoff import Bounds, Decoder, Target, errors
+from bridge.handoff import Decoder, Target, errors
 from bridge.handoff.link import Link
 from bridge.pages import PagesDoNotFit
 from bridge.transfer.errors import TransferTimeout
-from tests.handoff.pair import MODEL, Pair, block_table, manifest, paged_cache, tokens_of
-from tests.handoff.test_failures import TOKENS, eventually, everything_is_free, parked
-from tests.handoff.test_staging_places import Ends, ToyAgent, ToyDevice, ends  # noqa: F401 (a fixture)
-
-
-@pytest.fixture
-def source():
-    return paged_cache(16, 12, seed=1), block_table(16, 12, 2)
-
-
-@pytest.fixture
-def target():
-    return paged_cache(64, 4, seed=None), block_table(64, 4, 3)
+from tests.handoff.pair import BOUNDS, MODEL, TOKENS, Pair, block_table, everything_is_free, manifest, paged_cache, parked, tokens_of
+from tests.handoff.toy import ToyAgent, ToyDevice
+from tests.waiting import PATIENCE, eventually
 
 
 def test_as_many_reads_as_chunks_in_flight(pair, source, target):
@@ -36,10 +28,10 @@ def test_as_many_reads_as_chunks_in_flight(pair, source, target):
     assert "decoder arrived" not in pair.steps
     assert pair.decoder.staging()[0] == pytest.approx(2 * 32 / TOKENS * offer.payload_bytes, rel=0.05)
     pair.agent.gate.set()
-    fetch.result(5)
+    fetch.result(PATIENCE)
     assert pair.steps.count("decoder landed") == 5
     assert (tokens_of(*target, TOKENS) == tokens_of(*source, TOKENS)).all()
-    offer.wait(2)
+    offer.wait(PATIENCE)
     assert everything_is_free(pair)
 
 
@@ -55,7 +47,7 @@ def test_all_that_are_under_way_are_given_up(pair, source, target, ending):
     else:
         offer.cancel()
     with pytest.raises((errors.Cancelled, errors.Refused)):
-        fetch.result(5)
+        fetch.result(PATIENCE)
     # Both may still arrive: their memory is nobody else's until they have.
     assert pair.decoder.quarantined() == held
     assert pair.decoder.counters.snapshot()["quarantined"] == 2
@@ -65,7 +57,7 @@ def test_all_that_are_under_way_are_given_up(pair, source, target, ending):
 
 
 def test_the_bound_of_a_transfer_holds_for_each(tmp_path, source, target):
-    pair = Pair(tmp_path, bounds=Bounds(transfer=0.3, heartbeat=0.5, silence=4))
+    pair = Pair(tmp_path, bounds=replace(BOUNDS, transfer=0.3))
     offer = parked(pair, source)
     pair.agent.gate.clear()
     with pytest.raises(TransferTimeout):
@@ -78,8 +70,13 @@ def test_the_bound_of_a_transfer_holds_for_each(tmp_path, source, target):
 
 
 def test_the_times_of_reads_that_overlap_are_counted_once(pair, source, target):
-    received = pair.decoder.fetch(parked(pair, source).ticket, pair.target(*target))
-    assert 0 < received.transfer <= received.total
+    pair.agent.gate.clear()
+    fetch = pair.decoder.start(parked(pair, source).ticket, pair.target(*target))
+    assert eventually(lambda: pair.steps.count("decoder reading") == 2)
+    time.sleep(0.5)  # for which both are under way: counted twice, they take longer than everything together
+    pair.agent.gate.set()
+    received = fetch.result(PATIENCE)
+    assert 0.5 < received.transfer <= received.total
 
 
 class PlanningDevice(ToyDevice):
@@ -103,7 +100,7 @@ class PlanningDevice(ToyDevice):
         return counted
 
 
-def started(ends, device):  # noqa: F811
+def started(ends, device):
     agent = ToyAgent()
     prefiller = ends.prefiller(device, agent)
     source, target = (paged_cache(16, 12, seed=1), block_table(16, 12, 2)), (paged_cache(64, 4, seed=None), block_table(64, 4, 3))
@@ -114,27 +111,27 @@ def started(ends, device):  # noqa: F811
     return agent, offer, decoder, decoder.start(offer.ticket, Target(*target, MODEL)), source, target
 
 
-def test_landing_is_planned_while_the_bytes_are_on_their_way(ends):  # noqa: F811
+def test_landing_is_planned_while_the_bytes_are_on_their_way(ends):
     device = PlanningDevice()
     agent, offer, _, fetch, source, target = started(ends, device)
     assert eventually(lambda: device.planned == 2)
     assert device.called == 0
     agent.gate.set()
-    fetch.result(5)
-    offer.wait(2)
+    fetch.result(PATIENCE)
+    offer.wait(PATIENCE)
     assert device.planned == device.called == 5
     assert (tokens_of(*target, TOKENS) == tokens_of(*source, TOKENS)).all()
 
 
-def test_a_plan_that_fails_fails_the_hand_off(ends, caplog):  # noqa: F811
+def test_a_plan_that_fails_fails_the_hand_off(ends, caplog):
     device = PlanningDevice()
     device.fails = True
     agent, offer, decoder, fetch, _, _ = started(ends, device)
     agent.gate.set()
     with pytest.raises(PagesDoNotFit):
-        fetch.result(5)
+        fetch.result(PATIENCE)
     with pytest.raises(errors.Refused):
-        offer.wait(2)
+        offer.wait(PATIENCE)
     assert eventually(lambda: decoder.staging()[0] == 0)
     gc.collect()
     assert not caplog.records, "an exception of a plan that nobody asked for was reported as overlooked"
@@ -153,7 +150,7 @@ def test_memory_in_quarantine_keeps_no_pages(pair, source):
     assert eventually(lambda: pair.steps.count("decoder reading") == 2)
     fetch.cancel()
     with pytest.raises(errors.Cancelled):
-        fetch.result(5)
+        fetch.result(PATIENCE)
     del fetch, made
     assert eventually(lambda: gc.collect() >= 0 and alive() is None)
     assert pair.decoder.quarantined() > 0
@@ -161,7 +158,7 @@ def test_memory_in_quarantine_keeps_no_pages(pair, source):
     assert eventually(lambda: pair.decoder.quarantined() == 0)
 
 
-def test_a_device_with_memory_need_not_plan(ends):  # noqa: F811
+def test_a_device_with_memory_need_not_plan(ends):
     def land(self, *arguments, after=None) -> None:
         self.afters.append(after)
         CpuReferenceDevice.land(self, *arguments)
@@ -173,8 +170,8 @@ def test_a_device_with_memory_need_not_plan(ends):  # noqa: F811
     assert not isinstance(device, PlansLandings)
     agent, offer, _, fetch, source, target = started(ends, device)
     agent.gate.set()
-    fetch.result(5)
-    offer.wait(2)
+    fetch.result(PATIENCE)
+    offer.wait(PATIENCE)
     assert (tokens_of(*target, TOKENS) == tokens_of(*source, TOKENS)).all()
     assert None not in device.afters
 
@@ -196,10 +193,10 @@ def test_a_data_port_that_failed_takes_no_other_hand_off_with_it(pair, source, t
     other = pair.decoder.start(second.ticket, pair.target(paged_cache(64, 4, seed=None), block_table(64, 4, 3)))
     assert eventually(lambda: pair.steps.count("decoder connected") == 2)
     pair.agent.gate.set()
-    running.result(5)
-    other.result(5)
-    first.wait(2)
-    second.wait(2)
+    running.result(PATIENCE)
+    other.result(PATIENCE)
+    first.wait(PATIENCE)
+    second.wait(PATIENCE)
     assert "commit_unconfirmed" not in " ".join(pair.decoder.counters.snapshot())
 
 

@@ -10,6 +10,7 @@ import torch
 from bridge.codecs import CODECS
 from bridge.handoff import Mode
 from tests.handoff.pair import block_table, manifest, paged_cache, tokens_of
+from tests.waiting import PATIENCE
 
 TOKENS = 150
 
@@ -25,8 +26,8 @@ def test_raw_arrives_bit_for_bit(pair, mode):
     fetch = pair.decoder.start(offer.ticket, pair.target(target, target_table))
     for computed in (10, 64, 149, TOKENS):
         offer.advance(computed)
-    received = fetch.result(10)
-    offer.wait(5)
+    received = fetch.result(PATIENCE)
+    offer.wait(PATIENCE)
     assert received.nbytes == offer.payload_bytes
     assert np.array_equal(tokens_of(source, source_table, TOKENS), tokens_of(target, target_table, TOKENS))
     written = sum((~torch.isnan(layer.key)).sum().item() for layer in target.layers.values())
@@ -59,7 +60,7 @@ def test_asyncio(pair):
         packing = asyncio.create_task(offer.advance_async(TOKENS))
         await pair.decoder.fetch_async(offer.ticket, pair.target(target, target_table))
         await packing
-        await offer.wait_async(5)
+        await offer.wait_async(PATIENCE)
 
     asyncio.run(hand_off())
     assert np.array_equal(tokens_of(source, source_table, TOKENS), tokens_of(target, target_table, TOKENS))
@@ -75,7 +76,7 @@ def test_tokens_that_the_decoder_has_are_not_written_nor_their_chunks_read(pair)
         assert torch.isnan(layer.key[page, position][:70]).all()
         assert not torch.isnan(layer.key[page, position][70:]).any()
     assert received.nbytes < offer.payload_bytes
-    offer.wait(5)
+    offer.wait(PATIENCE)
 
 
 def test_many_at_once(pair):
@@ -87,9 +88,9 @@ def test_many_at_once(pair):
         thread.start()
     fetches = [pair.decoder.start(o.ticket, pair.target(*t)) for o, t in zip(offers, targets, strict=True)]
     for fetch, (target, table) in zip(fetches, targets, strict=True):
-        fetch.result(20)
+        fetch.result(PATIENCE)
         assert np.array_equal(tokens_of(source, source_table, TOKENS), tokens_of(target, table, TOKENS))
     for thread in threads:
-        thread.join(5)
+        thread.join(PATIENCE)
     assert pair.prefiller.counters.snapshot()["committed"] == 8
     assert pair.decoder.counters.snapshot()["committed"] == 8

@@ -2,87 +2,17 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from functools import partial
-from pathlib import Path
-
 import pytest
 
-from backends.cpu.device import CpuReferenceDevice, HostMemory
+from backends.cpu.device import CpuReferenceDevice
 from bridge.devices import DeviceWithMemory, engine_order
-from bridge.handoff import Decoder, PeerConfig, Prefiller, Target, create_identity
+from bridge.handoff import Decoder, Prefiller, Target
 from bridge.handoff.errors import StagingDiffers
 from bridge.transfer.errors import RegistrationFailed
 from tests.handoff.local_agent import LocalAgent
-from tests.handoff.pair import BOUNDS, MODEL, block_table, manifest, paged_cache, tokens_of
-
-
-class OwnMemory(HostMemory):
-    device, index = "toy", 3
-
-
-class ToyDevice(CpuReferenceDevice):
-    """The reference with memory that it calls its own, and a queue that it calls the engine's."""
-
-    name = "toy"
-    memory, index = "toy", 3
-
-    def __init__(self) -> None:
-        self.attached: set[str] = set()
-        self.marks: list[object] = []
-        self.afters: list[object] = []
-
-    def allocate_memory(self, nbytes: int) -> OwnMemory:
-        return OwnMemory(nbytes)
-
-    def attach(self) -> None:
-        self.attached.add(threading.current_thread().name)
-
-    def mark(self) -> object:
-        self.marks.append(object())
-        return self.marks[-1]
-
-    def pack(self, *arguments, after=None) -> None:
-        self.afters.append(after)
-        super().pack(*arguments)
-
-    def land(self, *arguments, after=None) -> None:
-        self.landing(*arguments, after=after)()
-
-    def landing(self, *arguments, after=None) -> Callable[[], None]:
-        self.afters.append(after)
-        return partial(super().land, *arguments)
-
-
-class ToyAgent(LocalAgent):
-    devices = ("toy",)
-
-
-class Ends:
-    """Both ends, with what each is given."""
-
-    def __init__(self, folder: Path) -> None:
-        self.prefill, self.decode = create_identity("prefill-0", folder), create_identity("decode-0", folder)
-        self.open: list[Prefiller | Decoder] = []
-
-    def prefiller(self, device, agent, **options) -> Prefiller:
-        peers = {"decode-0": PeerConfig(self.decode.certificate)}
-        self.open.append(Prefiller(self.prefill, peers, device, agent, staging_bytes=1 << 20, bounds=BOUNDS, **options))
-        return self.open[-1]
-
-    def decoder(self, prefiller: Prefiller, device, agent, **options) -> Decoder:
-        peers = {"prefill-0": PeerConfig(self.prefill.certificate, "127.0.0.1", prefiller.port)}
-        self.open.append(Decoder(self.decode, peers, device, agent, staging_bytes=1 << 20, bounds=BOUNDS, **options))
-        return self.open[-1]
-
-
-@pytest.fixture
-def ends(tmp_path: Path) -> Iterator[Ends]:
-    made = Ends(tmp_path)
-    yield made
-    for end in reversed(made.open):
-        end.close()
+from tests.handoff.pair import MODEL, block_table, manifest, paged_cache, tokens_of
+from tests.handoff.toy import Ends, ToyAgent, ToyDevice
+from tests.waiting import PATIENCE
 
 
 def hand_over(prefiller: Prefiller, decoder: Decoder) -> None:
@@ -91,7 +21,7 @@ def hand_over(prefiller: Prefiller, decoder: Decoder) -> None:
     offer = prefiller.offer(manifest("r", 60), source, table)
     offer.advance(60)
     decoder.fetch(offer.ticket, Target(target, other, MODEL))
-    offer.wait(4)
+    offer.wait(PATIENCE)
     assert (tokens_of(target, other, 60) == tokens_of(source, table, 60)).all()
 
 

@@ -5,10 +5,9 @@ import threading
 import pytest
 
 from bridge.handoff import Mode
-from bridge.handoff.errors import Cancelled, LeaseExpired
-from tests.handoff.pair import block_table, manifest, paged_cache
-
-TOKENS = 150
+from bridge.handoff.errors import Cancelled, HandoffError, LeaseExpired
+from tests.handoff.pair import TOKENS, block_table, manifest, paged_cache
+from tests.waiting import PATIENCE
 
 
 def offered(pair):
@@ -29,16 +28,29 @@ def test_returns_when_a_decoder_has_claimed(pair):
     assert order == []
     assert pair.prefiller.staging()[0] == 0
     fetch = pair.decoder.start(offer.ticket, pair.target(paged_cache(64, 4, seed=None), block_table(64, 4, 3)))
-    assert fetch.result(10).nbytes == offer.payload_bytes
-    holding.join(5)
+    assert fetch.result(PATIENCE).nbytes == offer.payload_bytes
+    holding.join(PATIENCE)
     assert order == ["claimed"]
 
 
-@pytest.mark.slow
-def test_raises_what_ends_the_lease_first(pair):
-    offer = offered(pair)
-    threading.Timer(0.2, offer.cancel).start()
-    with pytest.raises(Cancelled):
-        offer.wait_claimed()
-    with pytest.raises(LeaseExpired):
-        offered(pair).wait_claimed()
+@pytest.mark.parametrize("end", ["cancelled", "run out"])
+def test_raises_what_ends_the_lease_first(pair, end):
+    offer, raised = offered(pair), []
+
+    def hold():
+        try:
+            offer.wait_claimed()
+        except HandoffError as error:
+            raised.append(type(error))
+
+    holding = threading.Thread(target=hold)
+    holding.start()
+    holding.join(0.3)
+    assert holding.is_alive(), "it waits as long as the lease lives"
+    if end == "cancelled":
+        offer.cancel()
+    else:
+        with pair.prefiller._leases.lock:
+            offer._lease.deadline = 0
+    holding.join(PATIENCE)
+    assert raised == [Cancelled if end == "cancelled" else LeaseExpired]

@@ -70,7 +70,7 @@ def warnings_of_refusals(count: int) -> list[str]:
     logger.addHandler(handler)
     side = SimpleNamespace(_strangers_told=-math.inf)
     for _ in range(count):
-        WorkerSide.observed(side, "prefiller", "refused", {"reason": "self-signed certificate"})
+        WorkerSide.observed(side, "prefiller", "refused", {"address": "10.0.0.9", "reason": "self-signed certificate"})
     logger.removeHandler(handler)
     return told
 
@@ -86,7 +86,8 @@ def scheduled(params: dict, token_ids: list[int], **more: object) -> list[object
     count, _ = side.matched_tokens(request, 0)
     side.allocated(request, SimpleNamespace(get_block_ids=lambda: ([0],)), count)
     loads = side._orders.loads
-    return [count, loads[0].error if loads else "", bool(side._prefills)]
+    error = loads[0].error if loads else None
+    return [count, f"{error.clause}: {error.detail}" if error else "", bool(side._prefills)]
 
 
 def main() -> None:

@@ -64,6 +64,17 @@ def test_held_while_staging_is_full_and_counted(rig, delay):
 
 
 @pytest.mark.boots
+def test_a_prefill_in_many_steps_that_finds_staging_full_counts_it_once(rig):
+    pair, tokens = rig.pair({**SMALL_STAGING, "max_num_batched_tokens": 64, "max_num_seqs": 4}), prompt(900, seed=34)
+    params = pair.prefill(tokens).params
+    counters = pair.prefiller.counters()
+    assert (counters["held"], counters["prefiller_refused{staging_full}"]) == (1, 1)
+    pair.decoder.rpc("poison")
+    assert pair.decoder.generate(tokens, 8, params).tokens == pair.local(tokens, 8).tokens
+    pair.assert_empty()
+
+
+@pytest.mark.boots
 def test_held_requests_that_nobody_asks_for_are_given_up(rig):
     pair = rig.pair(SMALL_STAGING)
     pair.prefill(prompt(900, seed=33))
