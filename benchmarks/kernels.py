@@ -151,9 +151,6 @@ class Operation:
     def shares(self, layer: int) -> list[SpanShare]:
         return [SpanShare(row[layer], self.codec, layer, HEAD_DIM, 0, HEADS, 0, row[layer].offset) for row in self.spans]
 
-    def layer_bytes(self, payload: np.ndarray, layer: int) -> np.ndarray:
-        return np.concatenate([payload[s.offset : s.offset + s.nbytes] for s in (row[layer] for row in self.spans)])
-
     def host_cache(self, layer: int, tensors: list) -> PagedCache:
         return PagedCache({layer: LayerPages(*(side.cpu() for side in tensors[layer]))})
 

@@ -45,9 +45,6 @@ SMALL = dict(  # twelve layers: the first and last two keep a bf16 cache
 )  # fmt: skip
 
 
-CONTEXTS = ["1:1", "2:1", "8:1", "40:1", "40:33", "40:39", "140:40"]
-
-
 def name_of(dtype: str) -> str:
     return f"{dtype} {os.environ.get('KVBRIDGE_ATTENTION', '') or 'vLLM'}"
 

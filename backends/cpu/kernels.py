@@ -38,7 +38,7 @@ U8, U16, U32, U64, I32, F32 = np.uint8, np.uint16, np.uint32, np.uint64, np.int3
 
 _T = BLOCK_TOKENS
 _RAW, _FP8, _INT8, _CODEBOOK = (int(kind) for kind in (CodingKind.RAW, CodingKind.FP8, CodingKind.INT8, CodingKind.CODEBOOK))
-_BF16, _FP16, _FP32 = int(Element.BF16), int(Element.FP16), int(Element.FP32)
+_BF16, _FP16 = int(Element.BF16), int(Element.FP16)
 _NORM_EPSILON, _SCALE_FLOOR, _CENTROID_EPSILON = F32(1e-8), F32(1e-8), F32(1e-16)
 _ZERO, _HALF, _ONE, _NAN = F32(0), F32(0.5), F32(1), F32(np.nan)
 

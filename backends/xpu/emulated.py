@@ -20,8 +20,9 @@ import numpy as np
 from backends.cpu.device import HostMemory
 from backends.xpu import frames
 from backends.xpu.described import Places, layers_as_messages, shares_as_messages
-from backends.xpu.environment import cache_folder, need_environment
+from backends.xpu.environment import need_environment
 from backends.xpu.frames import Call, Done, Failed, Hello, SharedMemory
+from bridge.cache_folder import cache_folder
 from bridge.devices import DeviceError, SpanShare
 from bridge.errors import all_error_types
 from bridge.pages import BlockTable, PagedCache, PagesDoNotFit
@@ -46,7 +47,7 @@ class _Worker:
         self.memory = SharedMemory()
         self.link, theirs = socket.socketpair()
         self.link.settimeout(CALL_SECONDS)
-        cache = cache_folder()
+        cache = cache_folder() / "xpu"
         # Nothing of this process's Triton or Python may steer the other's.
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "PYTHON"))}
         # The runtime would spend a minute a kernel on optimising once more; vectors are what sub-groups need.

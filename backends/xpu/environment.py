@@ -67,11 +67,6 @@ class XpuEnvironment:
         return (Path(found), {}) if found else None
 
 
-def cache_folder() -> Path:
-    """Where builds of kernels are kept between runs."""
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "kvbridge" / "xpu"
-
-
 def find_environment() -> XpuEnvironment | None:
     """KVBRIDGE_XPU_ENV where that is set, else .venv-xpu beside the project; None where it is not there or was made by an older version."""
     folder = Path(os.environ.get("KVBRIDGE_XPU_ENV") or ROOT / ".venv-xpu")
@@ -94,14 +89,16 @@ class SourceMissing(DeviceError):
     remedy = "check the network and the package index, then run make xpu-env again"
 
 
+INSTALL_SECONDS = 3600
+"""For one of the packages, over a slow network."""
 WITHOUT_OCLOC = "install ocloc (Intel's compute runtime has it), or make the environment without the native report: --without-ocloc"
 
 
 def _run(what: str, *command: str | Path, cwd: Path | None = None, remedy: str = SourceMissing.remedy) -> None:
     """Raises SourceMissing, which says `what` was wanted and the last of what the command said."""
     try:
-        subprocess.run([str(part) for part in command], check=True, cwd=cwd, capture_output=True, text=True)
-    except (subprocess.CalledProcessError, OSError) as error:
+        subprocess.run([str(part) for part in command], check=True, cwd=cwd, capture_output=True, text=True, timeout=INSTALL_SECONDS)
+    except (subprocess.SubprocessError, OSError) as error:
         said = " ".join((getattr(error, "stderr", "") or str(error)).split())[-600:]
         raise SourceMissing(f"{what} cannot be had, {Path(command[0]).name} said: {said}", remedy=remedy) from None
 

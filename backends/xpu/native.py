@@ -155,6 +155,8 @@ def compiled(configuration: Configuration) -> tuple[bytes, str, Built]:
 
 # With Intel's offline compiler.
 
+OCLOC_SECONDS = 900
+"""For one configuration: the largest takes some ten seconds."""
 _SCRATCH = re.compile(r"scratch block (?:read|write)")
 _INSTRUCTION = re.compile(r"^\s*(?:\([^)]*\)\s*)?([a-z][a-z0-9_]*(?:\.[a-z0-9_]+)*)\s", re.MULTILINE)
 
@@ -166,19 +168,26 @@ def mix(assembly: str) -> Counter[str]:
 
 def built(configuration: Configuration, module: bytes, flags: str, known: Built, ocloc: tuple[Path, dict[str, str]]) -> Built:
     """Builds one module natively and reads what came out."""
+    try:
+        return _built(configuration, module, flags, known, ocloc)
+    except subprocess.TimeoutExpired:
+        return Built(str(configuration), failure=f"ocloc did not end within {OCLOC_SECONDS} s")
+
+
+def _built(configuration: Configuration, module: bytes, flags: str, known: Built, ocloc: tuple[Path, dict[str, str]]) -> Built:
     compiler, variables = ocloc
     environment = {**os.environ, **variables}
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         (place / "k.spv").write_bytes(module)
         command = ["compile", "-file", "k.spv", "-spirv_input", "-device", configuration.device, "-options", flags, "-out_dir", "."]
-        made = subprocess.run([compiler, *command], cwd=place, env=environment, capture_output=True, text=True)
+        made = subprocess.run([compiler, *command], cwd=place, env=environment, capture_output=True, text=True, timeout=OCLOC_SECONDS)
         said = made.stdout + made.stderr
         binaries = list(place.glob("*.bin"))
         if made.returncode or not binaries:
             return Built(str(configuration), failure=said.strip()[-300:] or "no output")
         command = ["disasm", "-file", binaries[0].name, "-device", configuration.device, "-dump", "out"]
-        subprocess.run([compiler, *command], cwd=place, env=environment, capture_output=True, text=True)
+        subprocess.run([compiler, *command], cwd=place, env=environment, capture_output=True, text=True, timeout=OCLOC_SECONDS)
         assembly = "\n".join(path.read_text() for path in (place / "out").glob("*.asm"))
     counts = mix(assembly)
     if not counts:
@@ -255,7 +264,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args()
-    from backends.xpu.environment import cache_folder, need_environment
+    from backends.xpu.environment import need_environment
+    from bridge.cache_folder import cache_folder
     from bridge.errors import KVBridgeError
 
     try:
@@ -263,7 +273,7 @@ def main() -> int:
         ocloc = environment.ocloc()
         if Path(sys.prefix).resolve() != environment.folder.resolve():
             settings = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "PYTHON"))}
-            settings["TRITON_CACHE_DIR"] = str(cache_folder() / "triton")
+            settings["TRITON_CACHE_DIR"] = str(cache_folder() / "xpu" / "triton")
             settings["PYTHONPATH"] = ""
             os.execve(environment.python, [str(environment.python), "-P", __file__, *sys.argv[1:]], settings)
     except KVBridgeError as error:

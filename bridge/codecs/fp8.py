@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-E4M3_MAX = np.float32(448)
-
 
 def encode_e4m3(x: np.ndarray) -> np.ndarray:
     """fp32 [...] -> u8 [...]. Infinities saturate to +-448; NaN becomes 0x7f with its sign. Source: OCP OFP8 specification, 5.2."""

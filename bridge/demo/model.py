@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bridge.cache_folder import cache_folder
 from bridge.demo.errors import BadModel, BadPrompt, MissingPackage
 from bridge.model import ModelGeometry, model_digest
 
@@ -169,10 +170,10 @@ def _silent(step: str, seconds: float) -> None:
     """Progress that nobody wants to see."""
 
 
-def load_model(progress: Progress = _silent, *, threads: int | None = None, cache_folder: Path | None = None) -> LanguageModel:
+def load_model(progress: Progress = _silent, *, threads: int | None = None, folder: Path | None = None) -> LanguageModel:
     """Loads the model: about 20 s the first time, a few seconds afterwards.
 
-    threads: for torch, process-wide; left out, torch's own choice stays. cache_folder: where the dequantised copy is kept, by default
+    threads: for torch, process-wide; left out, torch's own choice stays. folder: where the dequantised copy is kept, by default
     `$XDG_CACHE_HOME/kvbridge` (`~/.cache/kvbridge`); where nothing can be written there, every load reads the GGUF.
     Two processes that load for the first time at once do the work once: the second one waits. Raises MissingPackage and BadModel.
     """
@@ -185,7 +186,7 @@ def load_model(progress: Progress = _silent, *, threads: int | None = None, cach
     if threads is not None:
         torch.set_num_threads(threads)
     with _reporting("checking the weight file", progress, started):
-        copy = (cache_folder or default_cache_folder()) / f"smollm2-135m-instruct-{_identity(gguf)}"
+        copy = (folder or cache_folder()) / f"smollm2-135m-instruct-{_identity(gguf)}"
     loaded_from = "cache"
     with _quiet_transformers():
         loaded = _load_copy(copy, progress, started)
@@ -206,12 +207,6 @@ def load_model(progress: Progress = _silent, *, threads: int | None = None, cach
     seconds = time.monotonic() - started
     progress("the model is ready", seconds)
     return LanguageModel(network.eval(), tokenizer, digest, torch.get_num_threads(), loaded_from, seconds)
-
-
-def default_cache_folder() -> Path:
-    """`kvbridge` in the user's cache directory (XDG base directory specification)."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "kvbridge"
 
 
 def find_weights() -> Path:

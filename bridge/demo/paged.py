@@ -117,7 +117,7 @@ def _places(pages: torch.Tensor, table: BlockTable, first: int, end: int) -> tup
     return torch.from_numpy(page), torch.from_numpy(position)
 
 
-def through_vectors(vectors: torch.Tensor, codec: SlotCodec, side: str, element: Element, scale: float = 1.0) -> torch.Tensor:
+def through_vectors(vectors: torch.Tensor, codec: SlotCodec, side: str, element: Element) -> torch.Tensor:
     """What the reference's encoder and decoder leave of vectors, fp32 [..., head_dim]: rounded to `element` before and after.
 
     side: "key" or "value". Independent of pages, blocks and tags.
@@ -126,8 +126,8 @@ def through_vectors(vectors: torch.Tensor, codec: SlotCodec, side: str, element:
 
     coding = codec.key if side == "key" else codec.value
     plain = reference.to_float(reference.from_float(vectors.float().contiguous().numpy(), element), element)
-    codes, scalars = reference.encode(plain, coding, scale)
-    decoded = reference.decode(codes, scalars, coding, plain.shape[-1], scale)
+    codes, scalars = reference.encode(plain, coding, 1.0)
+    decoded = reference.decode(codes, scalars, coding, plain.shape[-1], 1.0)
     return torch.from_numpy(reference.to_float(reference.from_float(decoded, element), element).copy())
 
 
@@ -138,18 +138,15 @@ def through_codec(
     codec: str,
     *,
     per_layer: Mapping[int, str] | None = None,
-    scales: Mapping[int, tuple[float, float]] | None = None,
 ) -> list[LayerKV]:
     """What a hand-off of this cache has to give, computed without wire and pages: the reference's encode and decode of each vector.
 
-    codec, per_layer, scales: as for `model.manifest_for`. Returns contiguous fp32 [kv_heads, tokens, head_dim] by layer, whose values
+    codec, per_layer: as for `model.manifest_for`. Returns contiguous fp32 [kv_heads, tokens, head_dim] by layer, whose values
     are those of the pages' type. Raises UnknownCodec, NotCarried, PagesDoNotFit.
     """
-    element, per_layer, scales = cache.element(), per_layer or {}, scales or {}
+    element, per_layer = cache.element(), per_layer or {}
     out = []
     for index, (key, value) in zip(sorted(cache.layers), from_pages(cache, table, tokens), strict=True):
         slots = declared(per_layer.get(index, codec)).for_layer(key.shape[-1], element)
-        key_scale, value_scale = scales.get(index, (1.0, 1.0))
-        pair = (through_vectors(key, slots, "key", element, key_scale), through_vectors(value, slots, "value", element, value_scale))
-        out.append(pair)
+        out.append((through_vectors(key, slots, "key", element), through_vectors(value, slots, "value", element)))
     return out

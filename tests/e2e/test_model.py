@@ -109,8 +109,8 @@ def test_every_passage_is_long_enough(model):
 def test_the_kept_copy_has_the_same_bits(model, tokens, prefilled, tmp_path):
     """Reads the GGUF itself: the one slow test here."""
     steps = []
-    first = load_model(lambda step, seconds: steps.append((step, seconds)), threads=1, cache_folder=tmp_path)
-    again = load_model(threads=1, cache_folder=tmp_path)
+    first = load_model(lambda step, seconds: steps.append((step, seconds)), threads=1, folder=tmp_path)
+    again = load_model(threads=1, folder=tmp_path)
     assert (first.loaded_from, again.loaded_from) == ("gguf", "cache")
     assert first.digest == again.digest == model.digest
     assert len({step for step, _ in steps}) >= 5

@@ -9,7 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bridge.demo.model import default_cache_folder, load_model
+from bridge.cache_folder import cache_folder
+from bridge.demo.model import load_model
 
 VOCABULARY = 512
 SMALL: dict[str, Any] = {
@@ -76,7 +77,7 @@ def smollm2() -> Path:
 
 def _make_smollm2(folder: Path) -> None:
     load_model()
-    (copy,) = sorted(default_cache_folder().glob("smollm2-135m-instruct-*/"))[-1:]
+    (copy,) = sorted(cache_folder().glob("smollm2-135m-instruct-*/"))[-1:]
     config = json.loads((copy / "config.json").read_text())
     config["architectures"] = ["LlamaForCausalLM"]
     (folder / "config.json").write_text(json.dumps(config))
@@ -84,7 +85,7 @@ def _make_smollm2(folder: Path) -> None:
 
 
 def _made(name: str, make: object) -> Path:
-    folder = default_cache_folder() / "tests" / name
+    folder = cache_folder() / "tests" / name
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         making = Path(tempfile.mkdtemp(dir=folder.parent))

@@ -12,12 +12,22 @@ import tempfile
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
+from bridge.cache_folder import cache_folder
+from bridge.devices import DeviceError
+
 SOURCE = Path(__file__).with_name("attend.cu")
 FLAGS = ("-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC", "-gencode", "arch=compute_90a,code=sm_90a")
 
 
-class BuildError(RuntimeError):
-    """nvcc is missing or refused the source; the message says which and what to do."""
+COMPILE_SECONDS = 300
+"""A hundred times what a configuration takes."""
+
+
+class BuildError(DeviceError):
+    """nvcc is missing, refused the source or did not end."""
+
+    clause = "attend_build"
+    remedy = "put the CUDA toolkit (12.4 or newer) on PATH, or set KVBRIDGE_ATTEND_CACHE to a built cache"
 
 
 @dataclass(frozen=True)
@@ -57,7 +67,7 @@ class Params(ctypes.Structure):
 def cache_dir() -> Path:
     """KVBRIDGE_ATTEND_CACHE, or kvbridge/attend under the user's cache folder."""
     chosen = os.environ.get("KVBRIDGE_ATTEND_CACHE")
-    return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvbridge" / "attend"
+    return Path(chosen) if chosen else cache_folder() / "attend"
 
 
 def compile_library(config: Config) -> Path:
@@ -68,11 +78,15 @@ def compile_library(config: Config) -> Path:
         return path
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     if not Path(nvcc).exists():
-        raise BuildError("nvcc was not found: put the CUDA toolkit (12.4 or newer) on PATH, or set KVBRIDGE_ATTEND_CACHE to a built cache")
+        raise BuildError("nvcc was not found")
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as tmp:
         made = Path(tmp) / path.name
-        done = subprocess.run([nvcc, *FLAGS, *config.macros(), str(SOURCE), "-o", str(made)], capture_output=True, text=True)
+        command = [nvcc, *FLAGS, *config.macros(), str(SOURCE), "-o", str(made)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise BuildError(f"nvcc did not compile attend.cu for {config} within {COMPILE_SECONDS} s") from None
         if done.returncode:
             raise BuildError(f"nvcc refused attend.cu for {config}: {done.stderr.strip()[-2000:]}")
         made.replace(path)

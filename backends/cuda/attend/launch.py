@@ -8,18 +8,20 @@ from dataclasses import dataclass
 
 import torch
 
+from backends.cuda.attend.build import Config, Params, load
 from backends.kernels.attend.arguments import check_call, check_group
 from backends.kernels.attend.pages import PRESETS, TILE, Pages, block_bytes, check_pages
 from backends.kernels.attend.pages import table as table_of
-
-from .build import Config, Params, load
+from bridge.devices import DeviceError
 
 SHARED_LIMIT = 227 * 1024  # bytes of shared memory a block may have on sm_90
 MIN_TILES = 8  # a group of warps takes at least this many tiles: fewer, and partial results cost more than they save
 
 
-class AttendError(RuntimeError):
+class AttendError(DeviceError):
     """CUDA refused a launch; the message carries CUDA's own words."""
+
+    clause = "attend_launch"
 
 
 def configure(preset: str, layout: str, head_dim: int, kv_heads: int, group: int, *, softcap: bool = False, folded: bool = False) -> Config:
