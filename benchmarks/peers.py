@@ -172,7 +172,7 @@ def prefill(plan: Plan, pipe: Any) -> None:
     torch.set_num_threads(1)
     device, report = open_device(plan.device), Side()
     identities, peers = _identities(plan, "prefiller")
-    # One agent for all of the process: a serving NIXL agent has a thread that polls without pause.
+    # One agent for all of the process, as an engine has one: each has threads, and its own connection to each peer.
     agents = [_agent(plan.agent, "prefillers", True)] * plan.prefillers
     ends = [
         Prefiller(identity, peers, device, agent, staging_bytes=STAGING, bounds=_bounds())

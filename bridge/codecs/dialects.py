@@ -1,8 +1,8 @@
 """Bytes of other writers: recognised by magic, name or their rotation's seeds, and refused in a sentence that says what they are.
 
 "TurboQuant" names no byte format: several writers use one name for different bytes, and one read as another gives garbage without an error.
-What has an exact rule is converted instead: vLLM's structure-of-arrays slots by `pages.SlotPages.regions`, its E4B15 keys by
-`e4b15_as_e4m3` here.
+What has an exact rule needs no refusal: vLLM's structure-of-arrays slots are read as `pages.SlotPages.regions`, and `e4b15_as_e4m3` here
+converts its E4B15 keys, for tools; devices refuse the cards that write them.
 """
 
 from __future__ import annotations

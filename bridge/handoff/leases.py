@@ -36,7 +36,7 @@ REMEMBERED = 1 << 13
 
 
 class Leases:
-    """All leases of one prefiller, under one lock. Methods may be called from any thread.
+    """All leases of one prefiller, under one lock. Methods may be called from any thread, those that take a session from its loop's only.
 
     pool: what their extents go back to. tell: runs a session's method on its loop's thread.
     """

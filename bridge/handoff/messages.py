@@ -23,7 +23,7 @@ from msgspec import Meta
 from bridge.handoff.errors import ProtocolError
 from bridge.wire.manifest import MAX_MANIFEST_BYTES, MAX_RANKS
 
-PROTOCOL_MAJOR, PROTOCOL_MINOR = 0, 1
+PROTOCOL_MAJOR, PROTOCOL_MINOR = 0, 2
 MAX_MESSAGE_BYTES = 2 * MAX_MANIFEST_BYTES
 MAX_METADATA_BYTES = 1 << 20
 
@@ -47,18 +47,16 @@ class Hello(msgspec.Struct, tag="hello"):
 
 
 class Welcome(msgspec.Struct, tag="welcome"):
-    """The prefiller's answer: how to read its staging memory. instance: random at each start, so that a restart is noticed."""
+    """The prefiller's answer: how to read its staging memory."""
 
     major: U32
     minor: U32
     agent: Name
-    instance: Annotated[bytes, Meta(min_length=16, max_length=16)]
     agent_metadata: Annotated[bytes, Meta(min_length=1, max_length=MAX_METADATA_BYTES)]
     address: U64
     nbytes: Offset
     device: Name
     index: U32
-    heartbeat: Annotated[float, Meta(gt=0, le=3600)]
 
 
 class Claim(msgspec.Struct, tag="claim"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -68,7 +67,6 @@ class Prefiller:
             raise BadBounds(f"{stream_depth} chunks of a stream in staging memory hold nothing", remedy="take at least one")
         if not host:
             raise CannotListen("no address was given for the control port", remedy="give one; 0.0.0.0 is all of IPv4")
-        self._instance = secrets.token_bytes(16)
         self._closed = False
         self._pool = StagingPool(staging_bytes)
         self._leases = Leases(self._pool, self.counters, bounds, observe, self._tell)
@@ -154,13 +152,11 @@ class Prefiller:
             major=messages.PROTOCOL_MAJOR,
             minor=messages.PROTOCOL_MINOR,
             agent=self.agent.kind,
-            instance=self._instance,
             agent_metadata=self.agent.metadata(),
             address=u64(self._memory.address),
             nbytes=self._memory.nbytes,
             device=self._memory.device,
             index=self._memory.index,
-            heartbeat=self.bounds.heartbeat,
         )
 
     def _tell(self, tell: Callable[..., None], *arguments: object) -> None:

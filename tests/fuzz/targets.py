@@ -120,7 +120,7 @@ def honest_inputs() -> dict[str, bytes]:
     lease, text = bytes(range(8)), "text"
     every = [
         messages.Hello(0, 1, "nixl"),
-        messages.Welcome(0, 1, "nixl", bytes(16), b"metadata", bytes(8), 4096, "cpu", 0, 2.0),
+        messages.Welcome(0, 1, "nixl", b"metadata", bytes(8), 4096, "cpu", 0),
         messages.Claim(sequence=1, request_id="request-1", lease=lease, generation=1, reader=0, readers=2, model=bytes(32)),
         messages.Grant(1, build.honest_newer().manifest(), build.KEY, [messages.Slot(0, 4096), messages.Slot(1, 0)]),
         messages.Refusal(1, "unknown_lease", text, text),

@@ -309,13 +309,11 @@ MESSAGES = st.one_of(
         major=u32s,
         minor=u32s,
         agent=names,
-        instance=st.binary(min_size=16, max_size=16),
         agent_metadata=st.binary(min_size=1, max_size=99),
         address=u64s,
         nbytes=offsets,
         device=names,
         index=u32s,
-        heartbeat=st.floats(2.0**-20, 3600),
     ),
     st.builds(
         messages.Claim,
