@@ -15,7 +15,7 @@ from typing import Any
 from bridge.handoff.messages import MAX_MESSAGE_BYTES
 
 MAX_HANDSHAKES = 64
-"""Connections of which nobody knows yet whose they are."""
+"""Connections of which nobody knows yet whose they are. Each lasts as long as a handshake may take."""
 
 ENDED = "it went away before a handshake"
 """What a health check does, or a port scanner."""
@@ -66,9 +66,9 @@ async def connect(
 
 
 class Server:
-    """A listening port. Each handshake is a task of its own; of connections without one, and of too many, their address is told.
+    """A listening port. Each handshake is a task of its own, of which there are so many at a time: other connections wait to be accepted.
 
-    accept: serves one authenticated connection. refused: called with the client's address and the reason.
+    accept: serves one authenticated connection. refused: called with the client's address and the reason, where a handshake fails.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Server:
         self._accept, self._context, self._seconds, self._refused = accept, context, handshake_seconds, refused
         self._sockets: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._shaking = 0
+        self._room = asyncio.Semaphore(MAX_HANDSHAKES)
         self.port = 0
 
     async def open(self, host: str, port: int) -> None:
@@ -124,16 +124,13 @@ class Server:
 
     async def _serve(self, listening: socket.socket) -> None:
         while True:
+            await self._room.acquire()
             try:
                 sock, address = await asyncio.get_running_loop().sock_accept(listening)
             except OSError:  # out of descriptors, or the client has gone again
+                self._room.release()
                 await asyncio.sleep(_ACCEPT_AGAIN_SECONDS)
-                continue
-            if self._shaking >= MAX_HANDSHAKES:
-                sock.close()
-                self._refused(address[0], f"{MAX_HANDSHAKES} handshakes are under way")
             else:
-                self._shaking += 1
                 self._keep(self._shake_hands(sock, address[0]))
 
     async def _shake_hands(self, sock: socket.socket, address: str) -> None:
@@ -149,4 +146,4 @@ class Server:
         except OSError as error:
             self._refused(address, str(error) or ENDED)
         finally:
-            self._shaking -= 1
+            self._room.release()

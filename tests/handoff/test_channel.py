@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import socket
 import ssl
 import struct
@@ -12,9 +13,9 @@ from dataclasses import replace
 import pytest
 
 from backends.cpu.device import CpuReferenceDevice
-from bridge.handoff import Decoder, PeerConfig, Prefiller, create_identity, errors, messages, tls
+from bridge.handoff import Bounds, Decoder, PeerConfig, Prefiller, create_identity, errors, messages, tls
 from bridge.handoff.identity import PinnedPeers, client_context
-from tests.handoff.pair import block_table, manifest, paged_cache
+from tests.handoff.pair import Pair, block_table, manifest, paged_cache
 from tests.waiting import PATIENCE, eventually
 
 
@@ -75,16 +76,41 @@ def test_who_shows_no_certificate_or_speaks_no_tls_is_counted(pair):
     assert pair.prefiller.counters.snapshot()["refused{handshake}"] == 3
 
 
-def test_connections_without_a_handshake_are_bounded(pair):
+def test_connections_without_a_handshake_are_bounded(tmp_path):
     """Before anybody is authenticated, a stranger could otherwise take every descriptor of the engine's process."""
-    idle = [socket.create_connection(("127.0.0.1", pair.prefiller.port), timeout=PATIENCE) for _ in range(tls.MAX_HANDSHAKES + 9)]
-    assert eventually(lambda: pair.refusals == [f"{tls.MAX_HANDSHAKES} handshakes are under way"] * 9)
-    for one in idle[-9:]:
-        assert one.recv(1) == b"", "turned away at once"
+    pair = Pair(tmp_path, bounds=Bounds(connect=PATIENCE, heartbeat=0.5, silence=4))
+    before = open_descriptors()
+    idle = [socket.create_connection(("127.0.0.1", pair.prefiller.port), timeout=3) for _ in range(tls.MAX_HANDSHAKES + 40)]
+    assert eventually(lambda: open_descriptors() == before + len(idle) + tls.MAX_HANDSHAKES)
+    assert not eventually(lambda: open_descriptors() > before + len(idle) + tls.MAX_HANDSHAKES, 0.3), "the others wait"
+    assert pair.refusals == []
     for one in idle:
         one.close()
-    assert eventually(lambda: pair.refusals.count(tls.ENDED) == tls.MAX_HANDSHAKES)
+    assert eventually(lambda: pair.refusals == [tls.ENDED] * len(idle))
     assert still_serves(pair)
+    pair.close()
+
+
+def test_more_decoders_than_handshakes_at_a_time_all_connect(pair):
+    """After a restart everybody comes back at once."""
+    opened = []
+
+    def come():
+        opened.append(connect(pair, pair.decode_identity))
+
+    threads = [threading.Thread(target=come) for _ in range(tls.MAX_HANDSHAKES + 40)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert len(opened) == len(threads)
+    for one in opened:
+        one.close()
+    assert pair.refusals == []
+
+
+def open_descriptors():
+    return len(os.listdir("/proc/self/fd"))
 
 
 def test_a_decoder_notices_a_prefiller_with_another_certificate(pair, tmp_path):
