@@ -249,7 +249,7 @@ def decode(plan: Plan, pipe: Any, tickets: Any) -> None:
     def ended(index: int, source: int, page: int, fetch: Any, begun: float) -> Callable[[], None]:
         def note() -> None:
             landed, packed = caches[index].layers[0], sources[source]
-            right = fetch.failure() is None and all(
+            right = fetch.failure() is not None or all(
                 torch.equal(getattr(landed, side)[page].view(torch.int16), getattr(packed, side)[1].view(torch.int16))
                 for side in ("key", "value")
             )
@@ -343,6 +343,14 @@ def tenths(side: dict[str, Any]) -> dict[str, tuple[float, float]]:
     return {name: (statistics.fmean(s[name] for s in first), statistics.fmean(s[name] for s in last)) for name in names}
 
 
+def _failures(side: dict[str, Any]) -> dict[str, int]:
+    """By clause, over all ends."""
+    found: collections.Counter[str] = collections.Counter()
+    for counters in side["counters"]:
+        found.update({name: count for name, count in counters.items() if name.startswith("failed")})
+    return dict(found)
+
+
 def summary(plan: Plan, prefilled: dict[str, Any], decoded: dict[str, Any]) -> dict[str, Any]:
     samples = [sample for sample in decoded["samples"] if sample["done"] > plan.count * 0.1]
     steady = (samples[-1]["done"] - samples[0]["done"]) / (samples[-1]["seconds"] - samples[0]["seconds"])
@@ -362,7 +370,8 @@ def summary(plan: Plan, prefilled: dict[str, Any], decoded: dict[str, Any]) -> d
         "offers_that_waited_for_staging": prefilled["waits"],
         "wrong": decoded["wrong"],
         "committed": sum(counters.get("committed", 0) for counters in prefilled["counters"]),
-        "failed": sum(count for counters in decoded["counters"] for name, count in counters.items() if name.startswith("failed")),
+        "failed": sum(_failures(decoded).values()),
+        "failures": {"prefillers": _failures(prefilled), "decoders": _failures(decoded)},
         "prefillers_hold": tenths(prefilled),
         "decoders_hold": tenths(decoded),
     }
