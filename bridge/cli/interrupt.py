@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM end a command by unwinding its stack, so that its temporary keys and its second process go too.
+"""SIGINT, SIGTERM and SIGHUP end a command by unwinding its stack, so that its temporary keys and its second process go too.
 
 An exception that a signal's handler raises can be lost: what C calls back (a weak reference's callback, `__del__`) cannot raise, and
 a library may catch everything. An Interrupted that nobody holds any more was lost; it is raised again a moment later.
@@ -23,12 +23,18 @@ UNWINDING_SECONDS = 5.0
 """While an Interrupted is on its way, a further signal must not break the clean-up; a clean-up that takes longer may be cut short."""
 
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 class Interrupted(BaseException):
-    """SIGINT or SIGTERM. Not KeyboardInterrupt: CPython may kill itself at its end although that was caught (code run by PyRun_*)."""
+    """One of SIGNALS. Not KeyboardInterrupt: CPython may kill itself at its end although that was caught (code run by PyRun_*)."""
 
 
 class Interrupts:
-    """Turns SIGINT and SIGTERM into Interrupted in the main thread, until `settle`; from then on they are ignored."""
+    """Turns SIGNALS into Interrupted in the main thread, until `settle`; from then on they are ignored.
+
+    One that is ignored already stays so: nohup and a script's `command &` mean it.
+    """
 
     def __init__(self) -> None:
         self._asked = self._settled = False
@@ -36,12 +42,16 @@ class Interrupts:
         self._since = 0.0
         self._unraisable = sys.unraisablehook
         sys.unraisablehook = self._tell
-        for number in (signal.SIGINT, signal.SIGTERM):
+        self._numbers = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        for number in self._numbers:
             signal.signal(number, self._deliver)
 
     def settle(self) -> bool:
         """No signal raises any more. Whether one came before."""
         self._settled = True
+        for number in self._numbers:
+            # Python puts back the default of a handler of its own while it ends, and would die by the next signal.
+            signal.signal(number, signal.SIG_IGN)
         return self._asked
 
     def _deliver(self, number: int, frame: FrameType | None) -> None:
@@ -70,7 +80,7 @@ class Interrupts:
     def _again(self) -> None:
         main = threading.main_thread().ident
         if main is not None and not self._settled:
-            signal.pthread_kill(main, signal.SIGTERM)
+            signal.pthread_kill(main, self._numbers[0])
 
     def _tell(self, what: UnraisableHookArgs, /) -> None:
         """A lost Interrupted is no fault to be told of."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import os
 import sys
@@ -10,7 +11,6 @@ from collections.abc import Sequence
 
 from bridge import __version__
 from bridge.cli import demo, doctor, identity, inspect
-from bridge.cli.interrupt import INTERRUPTED, Interrupts
 from bridge.errors import KVBridgeError
 
 COMMANDS = (demo, inspect, identity, doctor)
@@ -81,27 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _say(options.command, named + advice)
 
 
-def kvbridge() -> int:
-    """What the shell starts: `main`, ended by SIGINT and SIGTERM with their own exit code."""
-    interrupts = Interrupts()
-    try:
-        code = main()
-    except BaseException:
-        if not interrupts.settle():
-            raise
-        code = USAGE_ERROR
-    # An error that is said is perhaps what a library made of the signal.
-    if interrupts.settle() and code == USAGE_ERROR:
-        print("kvbridge: interrupted", file=sys.stderr)
-        return INTERRUPTED
-    return code
-
-
 def _say(command: str, sentence: str) -> int:
-    print(f"kvbridge {command}: {inspect.printable(' '.join(sentence.split()))}", file=sys.stderr)
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):  # its reader has gone
+            print(f"kvbridge {command}: {inspect.printable(' '.join(sentence.split()))}", file=sys.stderr, flush=True)
     _flush()
     return USAGE_ERROR
-
-
-if __name__ == "__main__":
-    sys.exit(kvbridge())

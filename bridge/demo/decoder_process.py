@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -66,7 +68,14 @@ class Receiver:
         return {"registered": self._agent.registered_bytes()}
 
 
-def serve(orders: TextIO, answers: TextIO, threads: int, block_size: int, device: str) -> None:
+def _read(lines: TextIO, orders: queue.Queue[str]) -> None:
+    """Also sees that the process that started this one is gone, whatever this one does: it may not outlive it."""
+    for line in lines:
+        orders.put(line)
+    os._exit(1)
+
+
+def serve(orders: queue.Queue[str], answers: TextIO, threads: int, block_size: int, device: str) -> None:
     """Answers each line of `orders` with one line; a failure is answered with its clause and sentence."""
 
     def answer(values: dict[str, Any]) -> None:
@@ -80,8 +89,8 @@ def serve(orders: TextIO, answers: TextIO, threads: int, block_size: int, device
         return
     answer({"ready": os.getpid()})
     handlers = {"open": receiver.open, "fetch": receiver.fetch, "close": receiver.close}
-    for line in orders:
-        order = json.loads(line)
+    while True:
+        order = json.loads(orders.get())
         try:
             answer(handlers[order["order"]](order))
         except KVBridgeError as error:
@@ -94,9 +103,11 @@ def main() -> None:
     """`python -m bridge.demo.decoder_process THREADS BLOCK_SIZE DEVICE`; standard output carries answers only."""
     # An interrupt at the terminal reaches both processes; the one that was started by hand answers it, and ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    orders: queue.Queue[str] = queue.Queue()
+    threading.Thread(target=_read, args=(sys.stdin, orders), daemon=True).start()
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    serve(sys.stdin, answers, int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    serve(orders, answers, int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any
 from bridge.demo.errors import BadPrompt, DemoError
 from bridge.demo.report import Demonstration, Row
 from bridge.devices import Device
+from bridge.errors import KVBridgeError
 from bridge.handoff import Identity, Mode, Offer, Prefiller
 from bridge.wire import Element, Manifest
 
@@ -100,7 +101,7 @@ def demonstrate(settings: Settings, progress: Callable[[str], None]) -> Demonstr
     """See `kvbridge demo --help`. What can be wrong without a model is found before one is loaded. Raises KVBridgeError or OSError."""
     from bridge.demo.model import find_weights
     from bridge.devices import open_device
-    from bridge.handoff import PeerConfig, Prefiller, create_identity
+    from bridge.handoff import PeerConfig, create_identity
     from bridge.handoff.bounds import Bounds
     from bridge.transfer.choose import open_agent
 
@@ -249,7 +250,12 @@ class _Run:
         """One hand-off, after which the second process decodes so many tokens."""
         count, mode = len(self._tokens), Mode(self._settings.mode)
         offer = self._prefiller.offer(manifest, self._cache, self._table, mode=mode)
-        packing = threading.Thread(target=offer.advance, args=(count,), daemon=True)
+
+        def advance() -> None:
+            with contextlib.suppress(KVBridgeError):  # `wait` raises what ended it
+                offer.advance(count)
+
+        packing = threading.Thread(target=advance, daemon=True)
         packing.start()
         if mode is Mode.PARK:
             packing.join()
