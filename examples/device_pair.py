@@ -146,4 +146,5 @@ if __name__ == "__main__":
     elif len(sys.argv) in (3, 4, 5):
         sys.exit(run(*sys.argv[1:]))
     else:
-        sys.exit(__doc__)
+        print(__doc__, file=sys.stderr)
+        sys.exit(2)

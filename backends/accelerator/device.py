@@ -135,8 +135,14 @@ class Accelerator:
         return event
 
     def allocate_staging(self, nbytes: int) -> Staging:
-        """Pinned host memory, zeros. torch may round the allocation up to a power of two."""
-        return Staging(torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self.memory != "cpu"))
+        """Pinned host memory, zeros. torch may round the allocation up to a power of two. Raises DeviceError where there is not enough."""
+        try:
+            return Staging(torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self.memory != "cpu"))
+        except RuntimeError as error:
+            raise DeviceError(
+                f"this host pins no {nbytes} bytes of memory for staging: {str(error)[:200]}",
+                remedy="lower staging_bytes, or raise the limit on locked memory (ulimit -l)",
+            ) from None
 
     def allocate_memory(self, nbytes: int) -> Staging:
         """The device's own memory. Raises DeviceError where there is not enough."""

@@ -17,13 +17,16 @@ from bridge.wire import TagKeys
 
 
 class HostMemory:
-    """Anonymous pages of host memory, zero at first."""
+    """Anonymous pages of host memory, zero at first. Raises DeviceError where the host has not as many."""
 
     device = "cpu"
     index = 0
 
     def __init__(self, nbytes: int) -> None:
-        self._map = mmap.mmap(-1, nbytes)
+        try:
+            self._map = mmap.mmap(-1, nbytes)
+        except (OSError, OverflowError, ValueError):
+            raise DeviceError(f"this host gives no {nbytes} bytes of memory for staging", remedy="lower staging_bytes") from None
         self._bytes = np.frombuffer(self._map, np.uint8)
 
     @property

@@ -39,13 +39,22 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    report = {"agents": {kind: agent_report(kind) for kind in KINDS}, "devices": device_report()}
+    agents = {}
+    for kind in KINDS:
+        _progress(f"trying the agent {kind}")
+        agents[kind] = agent_report(kind)
+    _progress("trying the devices")
+    report = {"agents": agents, "devices": device_report()}
     if options.json:
         json.dump(report, sys.stdout, indent=1)
         print()
     else:
         print(as_text(report))
     return 0 if all(any(one["works"] for one in part.values()) for part in report.values()) else 1
+
+
+def _progress(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
 
 
 def agent_report(kind: str) -> dict[str, Any]:

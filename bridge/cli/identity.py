@@ -1,6 +1,6 @@
-"""Make this host's certificate and private key for the control channel.
+"""Make an engine's certificate and private key.
 
-Copy the .crt file to each peer and name it there; the .key file stays on this host.
+Copy the .crt file to each peer's host and name it there; the .key file stays on this host.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from bridge.handoff.identity import create_identity
 
 
 class BadName(KVBridgeError):
-    """A host name that cannot be a file name."""
+    """A name that cannot be a file's."""
 
     clause = "bad_name"
     remedy = "use letters, digits, dots, dashes and underscores, 64 at most"
@@ -28,8 +28,10 @@ class WouldReplace(KVBridgeError):
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("name", help="this host's name, by which its peers' configurations know it")
-    command.add_argument("--out", type=Path, default=Path("."), metavar="FOLDER", help="where to write both files (default: here)")
+    command.add_argument("name", metavar="NAME", help="the engine's name, by which its peers' configurations know it")
+    command.add_argument(
+        "--out", type=Path, default=Path("."), metavar="FOLDER", help="where to write both files; made if it is not there (default: here)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:

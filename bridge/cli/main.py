@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 
 from bridge import __version__
-from bridge.cli import demo, doctor, identity, inspect
+from bridge.cli import check, demo, doctor, identity, inspect
 from bridge.errors import KVBridgeError
 
-COMMANDS = (demo, inspect, identity, doctor)
+COMMANDS = (demo, inspect, identity, check, doctor)
 USAGE_ERROR = 2
 
 

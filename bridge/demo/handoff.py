@@ -110,6 +110,7 @@ def demonstrate(settings: Settings, progress: Callable[[str], None]) -> Demonstr
     find_weights()
     if settings.keep is not None:
         settings.keep.mkdir(parents=True, exist_ok=True)
+    progress("opening the device; on a CPU its code is compiled first, some 20 s")
     device = open_device(settings.device)
     with contextlib.ExitStack() as cleanup:
         folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="kvbridge-demo-")))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -15,6 +14,10 @@ Observer = Callable[[str, dict[str, Any]], None]
 
 def ignore(step: str, details: dict[str, Any]) -> None:
     """The observer that does nothing."""
+
+
+LEAST_SECONDS, MOST_SECONDS = 0.001, 366 * 86400.0
+"""Shorter than any step, and longer than any process; timers of the system know no more."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Bounds:
         """Raises BadBounds for what would end every hand-off, or none."""
         for field in fields(self):
             value = getattr(self, field.name)
-            if not 0 < value < math.inf:
-                raise BadBounds(f"{field.name} is {value} s")
+            if not LEAST_SECONDS <= value <= MOST_SECONDS:
+                raise BadBounds(f"{field.name} is {value} s", remedy=f"give seconds between {LEAST_SECONDS} and {MOST_SECONDS:.0f}")
         if self.heartbeat >= self.silence:
             raise BadBounds(f"a heartbeat every {self.heartbeat} s is no sign of life where {self.silence} s of silence end a connection")

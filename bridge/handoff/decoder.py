@@ -45,6 +45,8 @@ from bridge.wire import ContentKind, Manifest, PayloadMap, TagKeys, open_sealed
 
 _LAST_COMMITS_SECONDS = 1.0
 _SETTLE_INTERVAL = 0.1
+_BUSY = "if that host is only busy, raise the bound `connect`"
+_NO_CONTROL_PORT = "check that it is the control port and not the data port, and compare the versions of both sides"
 
 
 @dataclass(frozen=True)
@@ -384,35 +386,35 @@ class Decoder:
 
     async def _connect(self, name: str, peer: PeerConfig) -> Link:
         self.observe("connecting", {"peer": name})
+        at = f"prefiller {name!r} at {peer.host}:{peer.port}"
         try:
             async with asyncio.timeout(self.bounds.connect):
                 reader, writer = await tls.connect(peer.host, peer.port, client_context(self.identity, peer), self.bounds.connect)
         except ssl.SSLCertVerificationError:
             raise CannotConnect(
-                f"prefiller {name!r} at {peer.host}:{peer.port} showed another certificate than the one configured for it",
+                f"{at} showed another certificate than the one configured for it",
                 remedy="copy its current .crt file here, or correct its address",
             ) from None
         except (OSError, TimeoutError, ValueError) as error:  # ValueError: a name that is none, such as "a..b"
-            reason = str(error) or f"no answer within {self.bounds.connect} s"
-            raise CannotConnect(f"prefiller {name!r} at {peer.host}:{peer.port}: {reason}") from None
+            if isinstance(error, TimeoutError) and not str(error):
+                raise CannotConnect(
+                    f"{at} does not answer within {self.bounds.connect} s", remedy=f"check its address and port; {_BUSY}"
+                ) from None
+            raise CannotConnect(f"{at}: {error}") from None
         channel = Channel(reader, writer, name, self.bounds.silence)
         try:
             PinnedPeers({name: peer}).name_of(writer.get_extra_info("ssl_object").getpeercert(binary_form=True))
             await channel.send(messages.Hello(messages.PROTOCOL_MAJOR, messages.PROTOCOL_MINOR, self.agent.kind))
-            welcome = await channel.receive(self.bounds.connect)
-            if isinstance(welcome, messages.Refusal):
-                raise ProtocolError(welcome.detail, remedy=welcome.remedy)
-            if not isinstance(welcome, messages.Welcome) or welcome.agent != self.agent.kind:
-                raise ProtocolError(f"{name} did not answer the greeting")
+            welcome = await self._welcome(channel, at)
             await asyncio.to_thread(self._stage_for, name, welcome.device)
             endpoint = await asyncio.to_thread(self.agent.connect, welcome.agent_metadata)
         except PeerLost as error:
             ended = channel.ended()
             await channel.close()
             if not ended:
-                raise CannotConnect(f"{error.detail} before its greeting", remedy="it accepts connections only: look at its log") from None
+                raise CannotConnect(f"{at} does not greet: {error.detail}", remedy=_BUSY) from None
             raise CannotConnect(
-                f"prefiller {name!r} at {peer.host}:{peer.port} ended the connection before its greeting",
+                f"{at} ended the connection before its greeting",
                 remedy="most likely this host's certificate is not among its peers, or is an old copy",
             ) from None
         except BaseException:
@@ -420,6 +422,18 @@ class Decoder:
             raise
         self.observe("connected", {"peer": name})
         return Link(channel, welcome, endpoint, self.bounds)
+
+    async def _welcome(self, channel: Channel, at: str) -> messages.Welcome:
+        """The prefiller's greeting. Raises ProtocolError, PeerLost."""
+        try:
+            welcome = await channel.receive(self.bounds.connect)
+        except ProtocolError as error:
+            raise ProtocolError(f"{at} does not answer as a control port: {error.detail}", remedy=_NO_CONTROL_PORT) from None
+        if isinstance(welcome, messages.Refusal):
+            raise ProtocolError(f"{at} refused: {welcome.detail}", remedy=welcome.remedy)
+        if not isinstance(welcome, messages.Welcome) or welcome.agent != self.agent.kind:
+            raise ProtocolError(f"{at} does not answer as a control port", remedy=_NO_CONTROL_PORT)
+        return welcome
 
 
 def _lease_at(link: Link, ticket: Ticket) -> tuple[int, int, int]:

@@ -18,7 +18,7 @@ class PeerLost(HandoffError):
     """The peer closed the control channel, died, or was silent for too long."""
 
     clause = "peer_lost"
-    remedy = "the request fails or is recomputed; the next one connects again by itself"
+    remedy = "the request fails or is recomputed; the next one connects again by itself. If it repeats, look at the peer"
 
 
 class PeerUnknown(HandoffError):
@@ -39,7 +39,7 @@ class CannotConnect(HandoffError):
     """The peer's control port does not answer, or the TLS handshake failed."""
 
     clause = "cannot_connect"
-    remedy = "check that it runs, its address, and that each side's certificate is configured on the other"
+    remedy = "check that it runs, its address and port, and that each side's certificate is configured on the other"
 
 
 class CannotListen(HandoffError):
@@ -207,8 +207,8 @@ _CLAUSE = re.compile(r"[a-z][a-z0-9_]{0,39}")
 class Refused(HandoffError):
     """The peer refused. `clause` is the peer's clause, so a refusal is counted under its own name on both sides."""
 
-    def __init__(self, clause: str, detail: str, remedy: str) -> None:
-        super().__init__(f"the peer refused: {detail}", remedy=remedy)
+    def __init__(self, clause: str, detail: str, remedy: str, peer: str) -> None:
+        super().__init__(f"{peer} refused: {detail}", remedy=remedy)
         # It becomes a counter's name and a metric's label, and the peer chose it.
         self.clause = clause if _CLAUSE.fullmatch(clause) else "other"  # type: ignore[misc]
 

@@ -41,9 +41,9 @@ class PeerConfig:
 
 
 def create_identity(name: str, folder: Path) -> Identity:
-    """Makes a P-256 key and a self-signed certificate in `folder`. The key file is readable by its owner only.
+    """Makes a P-256 key and a self-signed certificate in `folder`, which is made for its owner only. So is the key file.
 
-    Raises FileExistsError rather than replace either.
+    Raises FileExistsError rather than replace either, and ValueError for names of over 64 characters.
     """
     identity = Identity(name, folder / f"{name}.crt", folder / f"{name}.key")
     for path in (identity.certificate, identity.private_key):
@@ -63,7 +63,7 @@ def create_identity(name: str, folder: Path) -> Identity:
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .sign(key, hashes.SHA256())
     )
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     handle = os.open(identity.private_key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(handle, "wb") as file:
@@ -85,7 +85,10 @@ def _context(identity: Identity, trusted: Iterable[Path], protocol: int) -> ssl.
         raise BadIdentity(f"{identity.certificate} and {identity.private_key} are no certificate and its key: {error.reason}") from None
     for certificate in trusted:
         certificate_der(certificate)
-        context.load_verify_locations(cafile=certificate)
+        try:
+            context.load_verify_locations(cafile=certificate)
+        except ssl.SSLError:
+            raise BadIdentity(f"{certificate} is in PEM form, and no certificate") from None
     return context
 
 

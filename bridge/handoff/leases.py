@@ -129,11 +129,11 @@ class Leases:
                     raise ModelDiffers("the prefiller serves another model than the decoder")
                 if not lease.sessions:
                     lease.readers = claim.readers
+                    lease.deadline = time.monotonic() + self._bounds.lease
                 if claim.readers != lease.readers or claim.reader >= lease.readers or claim.reader in lease.sessions:
                     raise LeaseTaken(f"reader {claim.reader} of {claim.readers} comes too late: another decoder has the lease")
                 lease.sessions[claim.reader] = session
                 lease.state = State.CLAIMED
-                lease.deadline = time.monotonic() + self._bounds.lease
                 session.grant(claim.sequence, lease)
                 self.lock.notify_all()
         except HandoffError as error:
@@ -164,6 +164,8 @@ class Leases:
             if not readers or chunk not in lease.slots:
                 return
             taken = lease.taken.setdefault(chunk, set())
+            if readers <= taken:
+                return  # said before: no progress, which would keep the lease alive
             taken |= readers
             lease.deadline = time.monotonic() + self._bounds.lease
             if len(taken) >= lease.readers:
@@ -193,7 +195,7 @@ class Leases:
             lease = self._live.get(number)
             if lease is None or lease.manifest.generation != generation or session not in lease.sessions.values():
                 return
-            self._end(lease, Refused(clause, detail, ""), told=session)
+            self._end(lease, Refused(clause, detail, "", session.peer), told=session)
 
     def drop(self, session: Session, error: HandoffError) -> None:
         """Fails every lease that a lost session still held."""

@@ -110,7 +110,7 @@ class Link:
         elif isinstance(message, messages.Refusal):
             future = self._claims.get(message.sequence)
             if future is not None and not future.done():
-                future.set_exception(Refused(message.clause, message.detail, message.remedy))
+                future.set_exception(Refused(message.clause, message.detail, message.remedy, self.channel.peer))
         elif isinstance(message, messages.Ready):
             receiving = self._receiving.get((from_u64(message.lease), message.generation))
             if receiving is not None:
@@ -122,7 +122,7 @@ class Link:
         elif isinstance(message, messages.Revoked):
             receiving = self._receiving.get((from_u64(message.lease), message.generation))
             if receiving is not None:
-                receiving.update(error=Refused(message.clause, message.detail, message.remedy))
+                receiving.update(error=Refused(message.clause, message.detail, message.remedy, self.channel.peer))
         elif not isinstance(message, messages.Ping):
             raise ProtocolError(f"{self.channel.peer} sent {type(message).__name__}, which only a decoder sends")
 

@@ -14,7 +14,7 @@ from bridge.codecs import declared
 from bridge.codecs.errors import UnknownCodec
 from bridge.handoff import Bounds, Identity, PeerConfig
 from bridge.handoff.errors import BadBounds, BadIdentity
-from bridge.handoff.identity import PinnedPeers, server_context
+from bridge.handoff.identity import PinnedPeers, certificate_der, server_context
 from bridge.handoff.staging import Where
 from bridge.transfer import names
 from bridge.transfer.choose import KINDS
@@ -196,7 +196,13 @@ class ConnectorConfig:
                 raise BadConfiguration(f"there is no file {_shown(name)}", remedy="make identities with `kvbridge identity NAME`")
         identity = Identity(entries.name, Path(entries.certificate), Path(entries.private_key))
         peers = {name: PeerConfig(Path(p.certificate), p.host, p.port) for name, p in entries.peers.items()}
+        if entries.name in peers:
+            raise BadConfiguration(f"peers names {entries.name!r}, which is this engine itself", remedy="name the other engines there")
         try:
+            own = certificate_der(identity.certificate)
+            for name, peer in peers.items():
+                if certificate_der(peer.certificate) == own:
+                    raise BadConfiguration(f"the peer {name!r} has this engine's own certificate", remedy="copy that peer's .crt file here")
             PinnedPeers(peers)
             server_context(identity, peers)
         except BadIdentity as error:

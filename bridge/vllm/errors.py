@@ -33,7 +33,7 @@ class BadParameters(ConnectorError):
     """A request's kv_transfer_params are malformed. They come through routers and clients, and only this request fails."""
 
     clause = "bad_parameters"
-    remedy = "pass the prefiller's kv_transfer_params on unchanged"
+    remedy = "send do_remote_decode true to the prefiller, and to the decoder the kv_transfer_params that it answered, unchanged"
 
 
 class AdapterUnknown(ConnectorError):

@@ -66,3 +66,5 @@ class StepOrders(KVConnectorMetadata):
     loads: list[Load] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     declined: list[DecodeOrder] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    """Clauses by which requests to hand something off were refused, to be counted."""

@@ -78,6 +78,8 @@ class SchedulerSide:
             logger.warning("request %s: %s", request.request_id, error)
             if wants_fetch:
                 self._decodes[request.request_id] = error
+            else:
+                self._orders.refused.append(error.clause)
             return
         if isinstance(order, DecodeOrder):
             self._decodes[request.request_id] = order

@@ -108,6 +108,7 @@ class WorkerSide:
         if whole:
             logger.info("kvbridge reads the model's weights once, to compare every byte of them with the other engines'")
         self._model = engine.digest(self._vllm_config, whole)
+        logger.info("kvbridge opens its device and its agent; for CPUs it compiles first, some 20 s")
         device = self._open_device()
         transfer = self._vllm_config.kv_transfer_config
         self._agent = self._open_agent(transfer.is_kv_producer)
@@ -192,6 +193,9 @@ class WorkerSide:
 
     def save(self, orders: StepOrders) -> None:
         """Packs every chunk that this step completed; returns when the bytes are in staging memory."""
+        if self._rank == 0:
+            for clause in orders.refused:
+                self.counters.add("send_failed", clause)
         for save in orders.saves:
             sending = self._sending.setdefault(save.request_id, _Sending())
             sending.save = save

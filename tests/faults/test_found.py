@@ -21,6 +21,7 @@ from bridge.handoff.compatibility import check_chunks
 from bridge.handoff.identity import client_context
 from bridge.handoff.leases import REMEMBERED, Leases
 from bridge.handoff.link import Receiving
+from bridge.handoff.loop import LoopThread
 from bridge.handoff.move import Move, Resources, Wanted
 from bridge.handoff.session import MAX_UNSENT, Session
 from bridge.handoff.staging import ALIGNMENT, Staging, StagingPool
@@ -28,46 +29,15 @@ from bridge.pages import BlockTable, CacheGroup, LayerPages, PagedCache
 from bridge.transfer.errors import TransferFailed
 from bridge.wire import Coding, CodingKind, ContentKind, Element, Group, Layer, Manifest, PayloadMap, SlotCodec
 from bridge.wire.errors import TooLarge
-from tests.handoff.pair import BOUNDS, MODEL, CpuReferenceDevice, Pair, block_table, manifest, paged_cache
-
-TOKENS = 150
-
-
-@pytest.fixture
-def pair(tmp_path):
-    """Both ends; after the test nothing may be left of them."""
-    made = Pair(tmp_path)
-    yield made
-    made.close()
-    assert made.agent.registered_bytes() == 0
-
-
-@pytest.fixture
-def source():
-    return paged_cache(16, 12, seed=1), block_table(16, 12, 2)
-
-
-@pytest.fixture
-def target():
-    return paged_cache(64, 4, seed=None), block_table(64, 4, 3)
-
-
-def eventually(condition, seconds=5.0):
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return condition()
-
-
-def everything_is_free(pair):
-    return eventually(lambda: pair.prefiller.staging()[0] == pair.decoder.staging()[0] == 0 and pair.prefiller.live_leases() == 0)
+from tests.handoff.pair import BOUNDS, MODEL, TOKENS, CpuReferenceDevice, Pair, everything_is_free, manifest
+from tests.waiting import PATIENCE, eventually
 
 
 class HostileDecoder:
     """Speaks the control protocol by hand, with the decoder's certificate."""
 
     def __init__(self, pair):
-        raw = socket.create_connection(("127.0.0.1", pair.prefiller.port), timeout=5)
+        raw = socket.create_connection(("127.0.0.1", pair.prefiller.port), timeout=PATIENCE)
         self.socket = client_context(pair.decode_identity, PeerConfig(pair.prefill_identity.certificate)).wrap_socket(raw)
         self.say(messages.Hello(messages.PROTOCOL_MAJOR, 0, "local"))
         assert isinstance(self.hear(), messages.Welcome)
@@ -102,7 +72,7 @@ def test_a_commit_before_everything_was_taken_is_no_commit(pair, source, mode):
     with pytest.raises(errors.ProtocolError):
         offer.advance(TOKENS)
     with pytest.raises(errors.ProtocolError):
-        offer.wait(1)
+        offer.wait(PATIENCE)
     assert pair.prefiller.counters.snapshot()["failed{protocol}"] == 1
     assert "committed" not in pair.prefiller.counters.snapshot()
     assert everything_is_free(pair)
@@ -111,7 +81,7 @@ def test_a_commit_before_everything_was_taken_is_no_commit(pair, source, mode):
 @pytest.mark.parametrize("how", ["cancel", "timeout"])
 def test_giving_up_before_the_grant_comes_frees_the_lease_at_once(tmp_path, source, target, monkeypatch, how):
     """The prefiller kept the whole payload until the lease ran out: a minute, by default."""
-    pair = Pair(tmp_path, bounds=Bounds(claim=0.3, lease=60, heartbeat=0.5, silence=4))
+    pair = Pair(tmp_path, bounds=replace(BOUNDS, claim=0.3 if how == "timeout" else PATIENCE))
     monkeypatch.setattr(Session, "grant", lambda *arguments: None)
     offer = pair.prefiller.offer(manifest("r", TOKENS), *source)
     offer.advance(TOKENS)
@@ -120,10 +90,10 @@ def test_giving_up_before_the_grant_comes_frees_the_lease_at_once(tmp_path, sour
     if how == "cancel":
         fetch.cancel()
     with pytest.raises(errors.HandoffError) as caught:
-        fetch.result(5)
+        fetch.result(PATIENCE)
     assert caught.value.clause == {"cancel": errors.Cancelled, "timeout": errors.HandoffTimeout}[how].clause
     with pytest.raises(errors.Refused) as told:
-        offer.wait(3)
+        offer.wait(PATIENCE)
     assert told.value.clause == caught.value.clause
     assert everything_is_free(pair)
     pair.close()
@@ -137,7 +107,7 @@ class SlowDevice(CpuReferenceDevice):
 
     def land(self, *arguments, **more):
         self.entered.set()
-        self.go.wait(10)
+        self.go.wait(PATIENCE)
         super().land(*arguments, **more)
 
 
@@ -149,7 +119,7 @@ def test_cancelling_twice_does_not_give_pages_back_that_are_being_written(pair, 
     offer = pair.prefiller.offer(manifest("r", TOKENS), *source)
     offer.advance(TOKENS)
     fetch = decoder.start(offer.ticket, pair.target(*target))
-    assert device.entered.wait(5)
+    assert device.entered.wait(PATIENCE)
     for _ in range(3):
         fetch.cancel()
         time.sleep(0.05)
@@ -157,7 +127,7 @@ def test_cancelling_twice_does_not_give_pages_back_that_are_being_written(pair, 
     assert decoder.staging()[0] > 0
     device.go.set()
     with pytest.raises(errors.Cancelled):
-        fetch.result(5)
+        fetch.result(PATIENCE)
     assert everything_is_free(pair)
 
 
@@ -165,15 +135,15 @@ def test_fetches_from_a_prefiller_that_does_not_answer_do_not_queue_up(pair, tar
     """Each tried to connect for itself, one after the other: the hundredth failed after a hundred times the bound."""
     deaf = socket.create_server(("127.0.0.1", 0), backlog=64)
     pair.decoder.close()
-    pair.bounds = Bounds(connect=0.5)
+    pair.bounds = replace(BOUNDS, connect=0.5)
     pair.decoder = pair.new_decoder()
     pair.decoder._peers["prefill-0"] = PeerConfig(pair.prefill_identity.certificate, "127.0.0.1", deaf.getsockname()[1])
     fetches = [pair.decoder.start(offered_elsewhere(number), pair.target(*target)) for number in range(20)]
-    start = time.monotonic()
     for fetch in fetches:
         with pytest.raises(errors.CannotConnect):
-            fetch.result(20)
-    assert time.monotonic() - start < 5, "twenty times the bound is 10 s"
+            fetch.result(PATIENCE)
+    # One attempt for all of them. A machine that stands still between two starts may see another.
+    assert pair.steps.count("decoder connecting") <= 5
     assert pair.decoder.counters.snapshot()["failed{cannot_connect}"] == 20
     deaf.close()
 
@@ -196,7 +166,7 @@ def test_ended_leases_keep_no_frames_and_few_bytes(pair, source):
         offer = pair.prefiller.offer(manifest("r", TOKENS), *source)
         offer.cancel()
         with contextlib.suppress(errors.Cancelled):
-            offer.wait(1)
+            offer.wait(PATIENCE)
 
     seen = []
     engine_step()
@@ -230,21 +200,23 @@ def test_a_device_that_fails_while_landing_is_a_typed_failure_on_both_sides(pair
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert pair.decoder.counters.snapshot()["failed{unexpected}"] == 1
     with pytest.raises(errors.Refused) as told:
-        offer.wait(2)
+        offer.wait(PATIENCE)
     assert told.value.clause == errors.Unexpected.clause
     assert everything_is_free(pair)
 
 
 def test_a_device_that_fails_while_packing_is_a_typed_failure_on_both_sides(pair, source, target):
     pair.prefiller.close()
-    pair.prefiller = pair.new_prefiller(pair.prefiller.port, BrokenDevice())
+    pair.decoder.close()
+    pair.prefiller = pair.new_prefiller(device=BrokenDevice())
+    pair.decoder = pair.new_decoder()
     offer = pair.prefiller.offer(manifest("r", TOKENS), *source)
     fetch = pair.decoder.start(offer.ticket, pair.target(*target))
     with pytest.raises(errors.PackingFailed, match="the driver is gone") as caught:
         offer.advance(TOKENS)
     assert isinstance(caught.value.__cause__, RuntimeError)
     with pytest.raises(errors.Refused) as told:
-        fetch.result(5)
+        fetch.result(PATIENCE)
     assert told.value.clause == errors.PackingFailed.clause
     assert pair.prefiller.counters.snapshot()["failed{packing_failed}"] == 1
     assert everything_is_free(pair)
@@ -256,7 +228,7 @@ def test_one_request_offered_by_many_threads_leaves_one_lease(pair, source):
 
     def offer_it():
         for _ in range(10):
-            together.wait(10)
+            together.wait(PATIENCE)
             with contextlib.suppress(errors.StaleGeneration, errors.StagingFull):
                 offers.append(pair.prefiller.offer(manifest("r", 64), *source))
 
@@ -264,7 +236,7 @@ def test_one_request_offered_by_many_threads_leaves_one_lease(pair, source):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE)
     assert pair.prefiller.live_leases() == 1
     for offer in offers:
         offer.cancel()
@@ -285,7 +257,7 @@ def test_an_offer_that_came_between_is_ended_by_the_later_one(pair, source, monk
     monkeypatch.setattr(leases, "revoke_earlier", too_early)
     second = pair.prefiller.offer(manifest("r", TOKENS), *source)
     with pytest.raises(errors.StaleGeneration):
-        first.wait(1)
+        first.wait(PATIENCE)
     assert pair.prefiller.live_leases() == 1
     second.cancel()
     assert everything_is_free(pair)
@@ -298,8 +270,8 @@ def test_starting_while_closing_never_leaves_a_fetch_that_does_not_end(tmp_path,
 
     def start_many():
         try:
-            for number in range(10_000):
-                fetches.append(pair.decoder.start(offered_elsewhere(number), pair.target(*target)))
+            while True:
+                fetches.append(pair.decoder.start(offered_elsewhere(len(fetches)), pair.target(*target)))
         except errors.Cancelled as error:
             refused.append(error)
 
@@ -307,13 +279,38 @@ def test_starting_while_closing_never_leaves_a_fetch_that_does_not_end(tmp_path,
     thread.start()
     assert eventually(lambda: len(fetches) > 10)
     pair.decoder.close()
-    thread.join(10)
+    thread.join(PATIENCE)
     assert refused
     for fetch in fetches:
         with pytest.raises(errors.HandoffError):
-            fetch.result(5)
+            fetch.result(PATIENCE)
         fetch.cancel()
     pair.close()
+
+
+def test_a_fetch_that_starts_as_the_loop_ends_is_refused(pair, target, monkeypatch):
+    """The same, with the race laid out: the decoder is open when it is asked, and closed when its loop is."""
+    entered, closed, start, ended = threading.Event(), threading.Event(), LoopThread.start, []
+
+    def late(loop, coroutine):
+        entered.set()
+        closed.wait(PATIENCE)
+        return start(loop, coroutine)
+
+    def start_it():
+        try:
+            pair.decoder.start(offered_elsewhere(1), pair.target(*target)).result(PATIENCE)
+        except Exception as error:
+            ended.append(type(error))
+
+    monkeypatch.setattr(LoopThread, "start", late)
+    thread = threading.Thread(target=start_it)
+    thread.start()
+    assert entered.wait(PATIENCE)
+    pair.decoder.close()
+    closed.set()
+    thread.join(2 * PATIENCE)
+    assert ended == [errors.Cancelled]
 
 
 def test_room_is_given_in_the_order_in_which_it_was_asked_for():
@@ -328,14 +325,14 @@ def test_room_is_given_in_the_order_in_which_it_was_asked_for():
 
     async def all_of_them():
         staging = Staging(pool, None, None)
-        resources = Resources(None, None, staging, asyncio.Lock(), None, 2, Bounds(staging=5), Counters(), ignore)
+        resources = Resources(None, None, staging, asyncio.Lock(), None, 2, BOUNDS, Counters(), ignore)
         asked = [asyncio.create_task(ask(resources, "large", 3))]
         await asyncio.sleep(0.01)
         asked += [asyncio.create_task(ask(resources, f"small {number}", 1)) for number in range(2)]
         for extent in first:
             pool.give_back(extent)
             await asyncio.sleep(0.01)
-        await asyncio.wait_for(asyncio.gather(*asked[:2]), 5)
+        await asyncio.wait_for(asyncio.gather(*asked[:2]), PATIENCE)
         asked[2].cancel()
 
     asyncio.run(all_of_them())
@@ -388,7 +385,7 @@ def far_layers(count):
     )
 
 
-def test_chunks_that_nobody_here_holds_do_not_keep_the_loop_busy():
+def test_chunks_that_nobody_here_holds_do_not_keep_the_loop_busy(monkeypatch):
     """1,024 layers in a grant of 17 KB made each chunk cost a millisecond, and no other task of the decoder ran meanwhile."""
     chunks, made = 1000, far_layers(1024)
     made.check()
@@ -396,17 +393,20 @@ def test_chunks_that_nobody_here_holds_do_not_keep_the_loop_busy():
     group = CacheGroup(PagedCache({0: LayerPages.nhd(side, side)}), BlockTable([0], 16))
     receiving = Receiving()
     receiving.slots.update(dict.fromkeys(range(chunks), 0))
-    taken = []
+    taken, turns, seen, looked_at = [], 0, {}, []
+    chunk_of = PayloadMap.chunk
+    monkeypatch.setattr(PayloadMap, "chunk", lambda self, index: looked_at.append(index) or chunk_of(self, index))
 
     async def take(ticket, chunk):
         taken.append(chunk)
+        seen[chunk] = turns
 
     async def run():
+        nonlocal turns
         link = SimpleNamespace(taken=take)
-        resources = SimpleNamespace(bounds=Bounds(chunk=0.3), observe=ignore, depth=2)
+        resources = SimpleNamespace(bounds=replace(BOUNDS, chunk=0.3), observe=ignore, depth=2)
         # Nothing of chunk 0 is wanted either, so that nothing is transferred.
         move = Move(resources, link, receiving, Wanted(None, made, None, (group,), 16, 17, {}))
-        turns = 0
 
         async def count():
             nonlocal turns
@@ -414,16 +414,15 @@ def test_chunks_that_nobody_here_holds_do_not_keep_the_loop_busy():
                 await asyncio.sleep(0)
                 turns += 1
 
-        counting, start = asyncio.create_task(count()), time.process_time()
+        counting = asyncio.create_task(count())
         with pytest.raises(errors.HandoffTimeout):
-            await move._read_all()
+            await move._read_all()  # of the chunks that are not ready
         counting.cancel()
-        return turns, time.process_time() - start
 
-    turns, seconds = asyncio.run(run())
+    asyncio.run(run())
     assert taken == list(range(chunks))
-    assert turns >= chunks
-    assert seconds < 0.4  # it was 0.9 ms of processor time for each chunk
+    assert seen[chunks - 1] - seen[0] == chunks - 1, "others have their turn after each"
+    assert looked_at == [0], "the layers of no other chunk cost anything"
 
 
 def test_a_payload_of_more_chunks_than_messages_can_name_is_refused_before_a_read():
@@ -436,8 +435,8 @@ def test_a_payload_of_more_chunks_than_messages_can_name_is_refused_before_a_rea
 def test_clauses_that_a_peer_makes_up_do_not_become_names():
     counters = Counters()
     for number in range(2000):
-        counters.add("failed", errors.Refused(f"made_up_{number}", "detail", "").clause)
-        counters.add("failed", errors.Refused(f"x{number}}}\n# HELP", "detail", "").clause)
+        counters.add("failed", errors.Refused(f"made_up_{number}", "detail", "", "decode-0").clause)
+        counters.add("failed", errors.Refused(f"x{number}}}\n# HELP", "detail", "", "decode-0").clause)
     counts = counters.snapshot()
     assert len(counts) <= MAX_NAMES + 1
     assert sum(counts.values()) == 4000
@@ -453,7 +452,7 @@ def test_a_data_port_that_failed_while_the_control_channel_lived_is_connected_an
         offer = pair.prefiller.offer(manifest("r", TOKENS), *source)
         offer.advance(TOKENS)
         pair.decoder.fetch(offer.ticket, Target(*target, MODEL))
-        offer.wait(5)
+        offer.wait(PATIENCE)
 
     def refuse(*_):
         raise TransferFailed("the connection had failed")

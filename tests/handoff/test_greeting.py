@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from bridge.devices import DeviceError
 from bridge.handoff import PeerConfig, Prefiller, errors
 from bridge.handoff.bounds import Bounds
 from bridge.handoff.identity import server_context
@@ -37,7 +38,7 @@ def test_a_prefiller_that_accepts_and_says_nothing(tmp_path):
         thread = threading.Thread(target=accept)
         thread.start()
         pair.decoder._peers["prefill-0"] = PeerConfig(pair.prefill_identity.certificate, "127.0.0.1", listening.getsockname()[1])
-        with pytest.raises(errors.CannotConnect, match=r"was silent for 0\.5 s before its greeting") as refused:
+        with pytest.raises(errors.CannotConnect, match=r"does not greet: prefill-0 was silent for 0\.5 s") as refused:
             pair.decoder.fetch(ticket(pair), target(pair))
         assert "certificate" not in str(refused.value)
         thread.join()
@@ -77,3 +78,45 @@ def test_every_address_of_a_host_has_one_port(pair):
         with socket.create_connection((address, opened.port), timeout=10) as raw, context.wrap_socket(raw):
             pass
     opened.close()
+
+
+def test_a_certificate_file_of_something_else_is_one_sentence(pair, tmp_path):
+    """PEM, but no certificate."""
+    other = tmp_path / "other.crt"
+    other.write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
+    with pytest.raises(errors.BadIdentity, match=r"other\.crt is in PEM form, and no certificate"):
+        server_context(pair.prefill_identity, {"decode-0": PeerConfig(other)})
+
+
+@pytest.mark.parametrize("nbytes", [1 << 50, 1 << 70])
+def test_more_staging_than_the_host_has_is_one_sentence(pair, nbytes):
+    with pytest.raises(DeviceError, match="lower staging_bytes"):
+        Prefiller(pair.prefill_identity, {}, pair.prefiller.device, pair.agent, staging_bytes=nbytes)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), 1e-9, 1e10, 1e300])
+def test_bounds_that_no_timer_keeps(seconds):
+    with pytest.raises(errors.BadBounds, match=r"give seconds between 0\.001 and"):
+        Bounds(connect=seconds)
+
+
+def test_a_port_that_is_no_control_port_is_named(tmp_path):
+    """As the stream agent's data port is, which has the same certificates."""
+    pair = Pair(tmp_path)
+    context = server_context(pair.prefill_identity, {"decode-0": PeerConfig(pair.decode_identity.certificate)})
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+
+        def answer():
+            with context.wrap_socket(listening.accept()[0], server_side=True) as sock:
+                sock.sendall(b"\x03\0\0\0\x01\x02\x03")
+                sock.recv(1 << 16)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        pair.decoder._peers["prefill-0"] = PeerConfig(pair.prefill_identity.certificate, "127.0.0.1", port)
+        with pytest.raises(errors.ProtocolError, match=f"'prefill-0' at 127.0.0.1:{port} does not answer as a control port") as refused:
+            pair.decoder.fetch(ticket(pair), target(pair))
+        assert "not the data port" in refused.value.advice
+        thread.join()
+    pair.close()

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.waiting import PATIENCE
+
 COMMAND = [sys.executable, "-m", "bridge"]
 
 
@@ -27,7 +29,7 @@ def test_a_reader_that_went_away_is_no_traceback(unbuffered):
     process = subprocess.Popen([*COMMAND, "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     process.stdout.close()
     assert process.stderr.read() == ""
-    assert process.wait(20) == 2
+    assert process.wait(PATIENCE) == 2
 
 
 def test_identity_makes_nothing_that_it_cannot_tell_of(tmp_path):

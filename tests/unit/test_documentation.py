@@ -15,8 +15,8 @@ from bridge.wire.errors import BadTag
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-NOT_AN_OPERATORS = {"handoff", "transfer", "incompatible", "connector", "bad_parameters", "bad_range", "cannot_load"}
-"""Roots that nothing is raised as (cannot_load has another's clause), one request's parameters, and a program's mistake."""
+NOT_AN_OPERATORS = {"handoff", "transfer", "incompatible", "connector", "bad_range", "cannot_load"}
+"""Roots that nothing is raised as (cannot_load has another's clause), and a program's mistake."""
 
 
 def prose(page: Path) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from bridge.cli.main import main
 from bridge.handoff import create_identity
 from bridge.vllm.config import ConnectorConfig
 
@@ -44,3 +45,45 @@ def test_the_table_names_every_key(pasted):
     }
     for name in Entries.__struct_fields__:
         assert f"`{name}`" in table
+
+
+def check(tmp_path, block, capsys, **extra):
+    """What `kvbridge check` makes of a configuration: its exit code, and what it says."""
+    given = {**block, "kv_connector_extra_config": {**block["kv_connector_extra_config"], **extra}}
+    (tmp_path / "given.json").write_text(json.dumps(given))
+    code = main(["check", str(tmp_path / "given.json")])
+    printed = capsys.readouterr()
+    return code, printed.out + printed.err
+
+
+def test_they_are_right_by_the_command_that_the_page_gives(pasted, tmp_path, capsys):
+    assert "kvbridge check prefiller.json" in PAGE
+    assert check(tmp_path, pasted["kv_producer"][0], capsys) == (0, "right: prefill-0, kv_producer, agent stream; peers decode-0\n")
+    assert check(tmp_path, pasted["kv_consumer"][0], capsys) == (0, "right: decode-0, kv_consumer, agent stream; peers prefill-0\n")
+
+
+def test_what_cannot_start_is_not_right(pasted, tmp_path, capsys):
+    prefiller, decoder = pasted["kv_producer"][0], pasted["kv_consumer"][0]
+    own = prefiller["kv_connector_extra_config"]["certificate"]
+    for block, changed, said in (
+        (prefiller, {"port": 0}, "port is missing"),
+        (prefiller, {"peers": {"decode-0": {"certificate": own}}}, "the peer 'decode-0' has this engine's own certificate"),
+        (prefiller, {"peers": {"prefill-0": {"certificate": own}}}, "peers names 'prefill-0', which is this engine itself"),
+        (prefiller, {"lisen": "0.0.0.0"}, "did you mean 'listen'"),
+        (decoder, {"peers": {"prefill-0": {"certificate": own}}}, "peer 'prefill-0' has no host and port"),
+        ({**decoder, "kv_role": "kv_consummer"}, {}, "kv_role is 'kv_consummer'; choose one of"),
+        ({**decoder, "kv_connector": "NixlConnector"}, {}, "kv_connector is 'NixlConnector'"),
+        ({**decoder, "kv_role": ["kv_both"]}, {}, "kv_role is ['kv_both']"),
+    ):
+        code, words = check(tmp_path, block, capsys, **changed)
+        assert code == 2
+        assert said in words
+        assert words.startswith("kvbridge check: ")
+        assert words.count("\n") == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b" " * (2 << 20)])
+def test_a_file_of_something_else_is_one_sentence(tmp_path, capsys, content):
+    (tmp_path / "given.json").write_bytes(content)
+    assert main(["check", str(tmp_path / "given.json")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
