@@ -68,7 +68,7 @@ class Listener:
             session = Session(channel, self._leases, self._welcome, self._bounds, self._observe)
             await session.serve()
         except KVBridgeError as error:  # an agent that cannot describe itself is no hand-off's error
-            if session is None or not session.greeted:
+            if session is None or not session.greeted or isinstance(error, ProtocolError):
                 self._refuse(error.clause, writer.get_extra_info("peername")[0], error.detail)
             if session is not None and isinstance(error, HandoffError):
                 self._leases.drop(session, error)

@@ -7,6 +7,7 @@ to 190 bytes a hand-off for as long as a decoder lived.
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Coroutine
@@ -89,20 +90,33 @@ class Server:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         try:
             for family, kind, protocol, _, address in dict.fromkeys(found):
-                sock = socket.socket(family, kind, protocol)
-                self._sockets.append(sock)
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:
-                    sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                sock.bind((address[0], self.port or port, *address[2:]))
-                self.port = sock.getsockname()[1]
-                sock.listen(_BACKLOG)
-                sock.setblocking(False)
+                try:
+                    self._listen(socket.socket(family, kind, protocol), (address[0], self.port or port, *address[2:]))
+                except OSError as error:
+                    # A family that the host's name has and the host itself has not, such as IPv6 switched off.
+                    if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL) or len(found) == 1:
+                        raise
+            if not self._sockets:
+                raise OSError(errno.EADDRNOTAVAIL, "none of its addresses is this host's")
         except OSError:
             self._close_sockets()
             raise
         for sock in self._sockets:
             self._keep(self._serve(sock))
+
+    def _listen(self, sock: socket.socket, address: tuple[Any, ...]) -> None:
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if sock.family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            sock.bind(address)
+            sock.listen(_BACKLOG)
+            sock.setblocking(False)
+        except BaseException:
+            sock.close()
+            raise
+        self.port = sock.getsockname()[1]
+        self._sockets.append(sock)
 
     async def close(self) -> None:
         """Accepts no more and ends what is shaking hands. Connections live on."""

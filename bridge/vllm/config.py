@@ -158,6 +158,9 @@ class ConnectorConfig:
         if not entries.name or not _is_text(entries.name) or len(entries.name.encode()) > MAX_NAME_BYTES:
             what = "empty" if not entries.name else "no name: too long, or no Unicode text"
             raise BadConfiguration(f"name is {what}", remedy="give the name of this engine's certificate")
+        for name in entries.peers:
+            if not name or not _is_text(name):
+                raise BadConfiguration(f"peers has the name {_shown(name)}", remedy="give the name of that engine's certificate")
         hosts = {f"the host of peer {name!r}": peer.host for name, peer in entries.peers.items() if peer.host}
         for what, host in {"listen": entries.listen, **hosts}.items():
             if not _is_host(host):

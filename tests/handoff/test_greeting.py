@@ -7,11 +7,12 @@ import threading
 import pytest
 
 from bridge.devices import DeviceError
-from bridge.handoff import PeerConfig, Prefiller, errors
+from bridge.handoff import PeerConfig, Prefiller, errors, messages
 from bridge.handoff.bounds import Bounds
-from bridge.handoff.identity import server_context
+from bridge.handoff.identity import client_context, server_context
 from bridge.transfer.errors import RegistrationFailed
 from tests.handoff.pair import Pair, block_table, manifest, paged_cache
+from tests.waiting import PATIENCE, eventually
 
 BRIEF = Bounds(connect=0.5, heartbeat=0.2, silence=1)
 
@@ -120,3 +121,31 @@ def test_a_port_that_is_no_control_port_is_named(tmp_path):
         assert "not the data port" in refused.value.advice
         thread.join()
     pair.close()
+
+
+def test_a_family_that_the_host_lacks_is_left_out(pair, monkeypatch):
+    """As "localhost" where IPv6 is switched off: its name still has ::1."""
+    there = socket.getaddrinfo
+
+    def with_another(host, port, **more):
+        found = there("127.0.0.1", port, **more)
+        return [(socket.AF_INET6, *found[0][1:4], ("2001:db8::1", port, 0, 0)), *found]
+
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, port, *rest, **more: with_another(host, port, type=socket.SOCK_STREAM))
+    opened = Prefiller(pair.prefill_identity, {}, pair.prefiller.device, pair.agent, staging_bytes=1 << 20, host="localhost")
+    monkeypatch.undo()
+    socket.create_connection(("127.0.0.1", opened.port), timeout=10).close()
+    opened.close()
+    with pytest.raises(errors.CannotListen, match=r"2001:db8::1:0 cannot be opened"):
+        Prefiller(pair.prefill_identity, {}, pair.prefiller.device, pair.agent, staging_bytes=1 << 20, host="2001:db8::1")
+
+
+def test_nonsense_after_the_greeting_is_counted(pair):
+    """Also from a decoder that holds nothing, whose going would cost nobody anything."""
+    context = client_context(pair.decode_identity, PeerConfig(pair.prefill_identity.certificate))
+    hello = messages.encode(messages.Hello(messages.PROTOCOL_MAJOR, 0, "local"))
+    with socket.create_connection(("127.0.0.1", pair.prefiller.port), timeout=PATIENCE) as raw, context.wrap_socket(raw) as sock:
+        sock.sendall(len(hello).to_bytes(4, "little") + hello + b"\x02\0\0\0\xc1\xc1")
+        while sock.recv(1 << 16):
+            pass
+    assert eventually(lambda: pair.prefiller.counters.snapshot().get("refused{protocol}") == 1)

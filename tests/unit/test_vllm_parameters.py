@@ -130,6 +130,8 @@ def test_defaults(entries):
         ("lossy_prefix_cache", "perhaps", "lossy_prefix_cache"),
         ("peers", {}, "peers is empty"),
         ("name", "\ud800", "no Unicode text"),
+        ("peers", {"\ud800": {"certificate": "x"}}, "peers has the name"),
+        ("peers", {"": {"certificate": "x"}}, "peers has the name"),
         ("name", "n" * 124, "too long"),
         ("name", "ñ" * 62, "too long"),
         ("listen", "", "0.0.0.0 is all of IPv4"),

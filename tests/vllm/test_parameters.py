@@ -106,9 +106,11 @@ def test_what_vllm_itself_refuses(rig):
 )
 def test_a_prefill_with_bad_parameters_gives_no_ticket(rig, params):
     pair, tokens = rig.pair(), prompt(50, seed=5)
+    before = pair.prefiller.counters().get("send_failed{bad_parameters}", 0)
     found = pair.prefiller.generate(tokens, 1, params)
     assert found.reason in ("length", "error")
     assert not found.params
+    assert pair.prefiller.counters()["send_failed{bad_parameters}"] == before + 1
     pair.prefiller.assert_empty()
 
 
