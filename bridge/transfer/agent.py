@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+MAX_METADATA_BYTES = 1 << 20
+"""What Agent.metadata returns at most."""
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -123,11 +126,15 @@ class Agent(Protocol):
         ...
 
     def transports(self) -> str:
-        """Which transports may carry the bytes, as the library reports it."""
+        """Which transports may carry the bytes, as the library last reported it. Never waits: it may be asked on an event loop."""
         ...
 
     def registered_bytes(self) -> int:
         """Bytes that are registered now; zero after every release."""
+        ...
+
+    def turned_away(self) -> dict[str, int]:
+        """What peers asked of this agent and were refused, or what could not be understood, by kind, as far as the library tells."""
         ...
 
     def close(self) -> None:

@@ -12,11 +12,10 @@ from operator import index as as_int
 
 import msgspec
 
-from bridge.transfer.agent import RemoteMemory
+from bridge.transfer.agent import MAX_METADATA_BYTES, RemoteMemory
 from bridge.transfer.errors import BadRange, PeerUnreachable, RegistrationFailed
 from bridge.transfer.names import MAX_NAME_BYTES
 
-MAX_METADATA_BYTES = 1 << 20
 MAX_REGIONS = 1 << 14
 INSTANCE_BYTES = 16
 
@@ -67,7 +66,7 @@ def decode(metadata: bytes, kind: str) -> Described:
         raise PeerUnreachable("the peer's metadata is damaged (SHA-256 differs)")
     try:
         described = msgspec.msgpack.decode(metadata[head:], type=Described)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise PeerUnreachable(f"the peer's metadata is not understood: {error}") from error
     if described.kind != kind:
         raise PeerUnreachable(

@@ -57,3 +57,13 @@ class LinkTooSlow(TransferError):
 
     clause = "link_too_slow"
     remedy = "check which transport was chosen and why; or lower minimum_gbps, or set it to warn instead of refuse"
+
+
+def said(error: BaseException) -> str:
+    """What an exception that is not ours says, in a few words: never nothing."""
+    return getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+
+
+def no_thread(whose: str, error: RuntimeError) -> AgentUnavailable:
+    """For Thread.start's RuntimeError."""
+    return AgentUnavailable(f"no thread can be had for {whose}: {said(error)}", remedy="look at the limit on threads (ulimit -u)")

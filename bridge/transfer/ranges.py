@@ -13,6 +13,9 @@ from bridge.transfer.errors import BadRange
 MAX_RANGES = 1 << 16
 RANGES_PER_PIECE = 1024
 SEGMENTS = {"cpu": "DRAM", "cuda": "VRAM", "xpu": "VRAM"}
+RANGE = np.dtype([("offset", "<u8"), ("nbytes", "<u8")])
+"""A range of a region, as it is asked for."""
+
 _ADDRESSES = 1 << 64
 
 
@@ -67,9 +70,8 @@ def pieces_of(table: np.ndarray, piece_bytes: int, most: int = RANGES_PER_PIECE)
     return pieces
 
 
-def descriptors(base: int, offsets: np.ndarray, nbytes: np.ndarray, ordinal: int) -> np.ndarray:
-    rows = np.empty((len(offsets), 3), dtype=np.uint64)
-    rows[:, 0] = offsets.astype(np.uint64) + np.uint64(base)
-    rows[:, 1] = nbytes
-    rows[:, 2] = ordinal
-    return rows
+def inside(rows: np.ndarray, region_bytes: int) -> bool:
+    """Whether every range of RANGE [n] has at least one byte and lies in a region of so many bytes; no sum can overflow."""
+    size = np.uint64(region_bytes)
+    nbytes, offset = rows["nbytes"], rows["offset"]
+    return bool(((nbytes > 0) & (nbytes <= size)).all() and (offset <= size - nbytes).all())

@@ -144,6 +144,10 @@ class WatchedAgent:
             seen = [f"{name} {meter.gbps:.2f} GB/s" for name, meter in self._meters.items() if meter.gbps is not None]
         return f"{self.agent.transports()}; seen: {', '.join(seen) or f'less than {WINDOW_BYTES >> 20} MiB so far'}"
 
+    def turned_away(self) -> dict[str, int]:
+        """As the agent's own."""
+        return self.agent.turned_away()
+
     def registered_bytes(self) -> int:
         """As the agent's own."""
         return self.agent.registered_bytes()

@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_NAME = re.compile(r"(?:(prefiller|decoder)_)?([^{]+)(?:\{(.*)\})?", re.DOTALL)
+_NAME = re.compile(r"(?:(prefiller|decoder|agent)_)?([^{]+)(?:\{(.*)\})?", re.DOTALL)
 GAUGE = "staging_bytes"
 
 

@@ -394,6 +394,8 @@ class WorkerSide:
             if part is not None:
                 found.update({f"{side}_{name}": count for name, count in part.counters.snapshot().items()})
                 found[f"{side}_staging_bytes"] = part.staging()[0]
+        if self._agent is not None:
+            found.update({f"agent_refused{{{what}}}": count for what, count in self._agent.turned_away().items()})
         return found
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,12 +11,17 @@ from typing import Any
 from bridge.handoff.identity import Identity, PeerConfig, create_identity
 
 KINDS = ("nixl", "ucx", "stream")
-_FOLDER = tempfile.TemporaryDirectory(prefix="kvbridge-tests-")
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """Made by whoever makes identities, and by nobody else: serving processes are killed, and would leave theirs behind."""
+    return tempfile.TemporaryDirectory(prefix="kvbridge-tests-")
 
 
 def identities() -> dict[str, str]:
     """Files of two identities, "owner" and "reader", made once a process: what a serving process is told."""
-    folder = Path(_FOLDER.name)
+    folder = Path(_folder().name)
     for name in ("owner", "reader", "stranger"):
         if not (folder / f"{name}.crt").exists():
             create_identity(name, folder)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -72,6 +73,21 @@ def make_agent() -> Iterator[Callable[..., NixlAgent]]:
     KEPT.clear()
 
 
+@pytest.fixture
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Names of threads; those that begin with one of them cannot be started, as where a limit is reached."""
+    names: set[str] = set()
+    start = threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name.startswith(tuple(names)):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    return names
+
+
 QUICK = {
     "test_nixl_pieces.py",
     "test_metadata.py",
@@ -82,6 +98,13 @@ QUICK = {
     "test_error_peer_unreachable.py",
     "test_stream_frames.py",
     "test_ucx_messages.py",
+    "test_ucx_owner.py",
+    "test_ucx_busy.py",
+    "test_nixl_busy.py",
+    "test_stream_connect.py",
+    "test_starting.py",
+    "test_nixl_log.py",
+    "test_stream_owner.py",
 }
 
 

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from bridge.transfer.errors import TransferFailed
+from bridge.transfer.errors import TransferFailed, TransferTimeout
+from bridge.transfer.stream import agent as stream_agent
 from tests.transfer.serving import POISON, Serving, memory_of, poisoned, read_all
 from tests.transfer.test_release import SIZE, start_and_suspend
 
@@ -29,6 +30,22 @@ def test_ends_an_unfinished_read(make, kind):
         time.sleep(0.5)
         assert (mine == POISON).all()
         assert agent.counters().in_quarantine == 0
+
+
+@pytest.mark.parametrize("kind", ["stream"])
+def test_memory_that_is_still_being_sent_stays_registered(make, kind, monkeypatch):
+    """Its release once returned at once, as if nobody touched it any more."""
+    monkeypatch.setattr(stream_agent, "_RETIRE_SECONDS", 0.05)
+    owner = make("owner", serves=True)
+    registration = owner.register(memory_of(poisoned(4096)))
+    assert registration.enter() is not None  # a frame is being encrypted
+    owner.close()
+    assert owner.registered_bytes() == 4096
+    with pytest.raises(TransferTimeout):
+        registration.release()
+    registration.leave()
+    registration.release()
+    assert owner.registered_bytes() == 0
 
 
 def test_leaves_no_thread(make, served):

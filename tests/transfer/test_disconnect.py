@@ -29,11 +29,12 @@ def test_idempotent_and_connectable_again(make, served):
 
 
 def test_one_of_two_connections_to_the_same_peer(make, served):
-    agent = make()
-    target = agent.register(memory_of(poisoned(MIB)))
+    agent, mine = make(), poisoned(MIB)
+    target = agent.register(memory_of(mine))
     first, second = agent.connect(served.metadata), agent.connect(served.metadata)
     first.disconnect()
     read_all(second, served.memory, target, MIB)
+    assert np.array_equal(mine, content(4 * MIB, 3)[:MIB])
     second.disconnect()
 
 

@@ -31,16 +31,15 @@ def test_a_peer_that_is_gone(make, kind):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ucx", "stream"])
 def test_a_peer_that_hangs(make, kind):
     """Connecting is bounded. NIXL alone connects without an answer; its reads then do not end (test_error_transfer_timeout.py)."""
-    if kind == "nixl":
-        return
-    agent = make(connect_seconds=1.0)
+    hasty, patient = make("hasty", connect_seconds=1.0), make("patient")
     with Serving(MIB, kind=kind) as serving:
         serving.suspend()
         started = time.monotonic()
         with pytest.raises(PeerUnreachable):
-            agent.connect(serving.metadata)
-        assert time.monotonic() - started < 5
+            hasty.connect(serving.metadata)
+        assert time.monotonic() - started < 15
         serving.resume()
-        agent.connect(serving.metadata).disconnect()
+        patient.connect(serving.metadata).disconnect()

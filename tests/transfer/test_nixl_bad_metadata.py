@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
+from bridge.transfer.agent import MAX_METADATA_BYTES
 from bridge.transfer.errors import PeerUnreachable
-from bridge.transfer.nixl.frame import MAX_METADATA_BYTES, frame_metadata, parse_metadata
+from bridge.transfer.nixl.frame import frame_metadata, parse_metadata
 from tests.transfer.nixl_serving import ROOT
 
 FRAME = frame_metadata("prefiller", "kv" + "0" * 14, bytes(range(256)) * 2)

@@ -55,8 +55,8 @@ def test_a_read_is_not_done_while_its_last_piece_is_posted():
     errors = SimpleNamespace(nixlNotFoundError=KeyError)
     reads = Reads(native, errors, threading.RLock(), 4096, lambda name: None, lambda name: None)
     native.looks = lambda: seen.append(reads._active[0].settled)
-    peer = SimpleNamespace(name="peer", _native="peer")
-    target = SimpleNamespace(memory=Memory(0, 1 << 20, "cpu", 0))
+    peer = SimpleNamespace(name="peer", _native="peer", _closed=False)
+    target = SimpleNamespace(memory=Memory(0, 1 << 20, "cpu", 0), released=False)
     transfer = reads.start(peer, RemoteMemory(0, 1 << 20, "cpu", 0), target, np.array([[0, 0, 8192]]))
     native.state = "DONE"
     reads.advance(transfer)

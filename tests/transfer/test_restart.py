@@ -17,8 +17,10 @@ def test_under_the_same_name(make, kind, told):
     agent, mine = make(), poisoned(MIB)
     target = agent.register(memory_of(mine))
     with Serving(MIB, kind=kind, seed=1) as serving:
+        started = time.monotonic()
         old = agent.connect(serving.metadata)
         read_all(old, serving.memory, target, MIB)
+        usual = time.monotonic() - started
         transfer = old.read(serving.memory, target, [ReadRange(0, 0, MIB)])
         serving.kill()
     # the last read may have finished before the kill
@@ -33,7 +35,7 @@ def test_under_the_same_name(make, kind, told):
         mine[:] = POISON
         started = time.monotonic()
         read_all(agent.connect(serving.metadata), serving.memory, target, MIB)
-        assert time.monotonic() - started < 2.0  # 0.03 to 0.1 s on an idle host
+        assert time.monotonic() - started < 2 + 5 * usual  # both 0.03 to 0.1 s on an idle host
         assert np.array_equal(mine, content(MIB, 6))
         if not told:
             with pytest.raises(TransferFailed):
@@ -41,10 +43,9 @@ def test_under_the_same_name(make, kind, told):
             old.disconnect()
 
 
+@pytest.mark.parametrize("kind", ["stream"])
 def test_old_metadata_of_a_restarted_stream_agent(make, kind):
     """On the same port, so that the new process is reached with the old one's metadata."""
-    if kind != "stream":
-        return
     agent = make()
     with Serving(MIB, kind=kind, seed=1) as serving:
         metadata = serving.metadata

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from bridge.transfer.ranges import RANGE, inside
 from bridge.transfer.stream import wire
 from bridge.transfer.stream.wire import BadFrame, Kind
 
@@ -47,7 +48,7 @@ def test_greetings():
 
 
 def rows(*pairs):
-    return np.array(list(pairs), wire.RANGE)
+    return np.array(list(pairs), RANGE)
 
 
 @pytest.mark.parametrize(
@@ -56,8 +57,8 @@ def rows(*pairs):
     ids=str,
 )
 def test_ranges_outside_a_region(bad):
-    assert wire.inside(rows((0, 4096), (4095, 1)), 4096)
-    assert not wire.inside(rows((0, 4096), bad), 4096)
+    assert inside(rows((0, 4096), (4095, 1)), 4096)
+    assert not inside(rows((0, 4096), bad), 4096)
 
 
 def test_reads_survive_the_wire():

@@ -7,11 +7,12 @@ import random
 import numpy as np
 import pytest
 
+from bridge.transfer.ranges import RANGE
 from bridge.transfer.ucx import wire
 from bridge.transfer.ucx.wire import BadMessage
 
 SESSION = bytes(range(16))
-ROWS = np.array([(0, 8), (8, 8)], wire.RANGE).tobytes()
+ROWS = np.array([(0, 8), (8, 8)], RANGE).tobytes()
 MESSAGES = [
     wire.Hello(SESSION, bytes(32), b"address" * 12),
     wire.Welcome(SESSION, ""),

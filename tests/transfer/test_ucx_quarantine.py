@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -15,8 +16,9 @@ pytestmark = pytest.mark.ucxx
 
 
 @pytest.fixture
-def agent():
-    made = agents.make("ucx", "decoder", serves=False, files={}, in_flight_bytes=4 * MIB, patience=1.0)
+def agent(request):
+    """A parameter: its patience."""
+    made = agents.make("ucx", "decoder", serves=False, files={}, in_flight_bytes=4 * MIB, patience=getattr(request, "param", 1.0))
     yield made
     made.close()
     KEPT.clear()
@@ -27,11 +29,11 @@ def test_an_owner_that_hangs_loses_its_endpoint_and_nothing_arrives_later(agent)
         other, small = agent.connect(another.metadata), agent.register(memory_of(poisoned(MIB)))
         mine = poisoned(SIZE)
         target, peer, transfer = start_and_suspend(agent, serving, mine)
+        started = time.monotonic()
         with pytest.raises(TransferTimeout):
             transfer.release()
-        started = time.monotonic()
         until_released(transfer)
-        assert 0.2 < time.monotonic() - started < 8
+        assert time.monotonic() - started > 0.9, "the owner got no time to answer"
         mine[:] = POISON
         target.release()
         serving.resume()
@@ -43,14 +45,16 @@ def test_an_owner_that_hangs_loses_its_endpoint_and_nothing_arrives_later(agent)
         read_all(agent.connect(serving.metadata), serving.memory, small, MIB)
 
 
+@pytest.mark.parametrize("agent", [25.0], indirect=True)
 def test_the_last_disconnect_ends_its_reads_at_once(agent):
+    """And not only after its patience."""
     with Serving(SIZE, kind="ucx") as serving:
         mine = poisoned(SIZE)
         _, peer, transfer = start_and_suspend(agent, serving, mine)
         peer.disconnect()
         started = time.monotonic()
         until_released(transfer)
-        assert time.monotonic() - started < 0.9
+        assert time.monotonic() - started < 12
         mine[:] = POISON
         serving.resume()
         time.sleep(0.5)
@@ -61,11 +65,13 @@ def test_a_release_is_short_and_typed_while_the_worker_is_busy(agent):
     """Its thread closes endpoints of silent peers, for seconds each. A release then raised TimeoutError, after ten seconds."""
     with Serving(SIZE, kind="ucx") as serving:
         _, _, transfer = start_and_suspend(agent, serving, poisoned(SIZE))
-        agent._worker.post(lambda: time.sleep(1.5))
+        free = threading.Event()
+        agent._worker.post(lambda: free.wait(60))
         started = time.monotonic()
         with pytest.raises(TransferTimeout):
             transfer.release()
-        assert time.monotonic() - started < 1.0
+        assert time.monotonic() - started < 5
+        free.set()
         serving.resume()
         until_released(transfer)
 

@@ -26,7 +26,6 @@ unmapped kills the serving process (measured). So staging memory that was ever s
 from __future__ import annotations
 
 import contextlib
-import re
 import secrets
 import threading
 import time
@@ -49,6 +48,7 @@ from bridge.transfer.nixl.frame import frame_metadata, parse_metadata
 from bridge.transfer.nixl.library import BACKEND, UCX_LOG, said, start
 from bridge.transfer.nixl.reads import NixlTransfer, Reads
 from bridge.transfer.ranges import SEGMENTS, check_memory, check_ranges
+from bridge.transfer.ucx_environment import check_transports
 
 MAX_IDLE_PEERS = 1024
 
@@ -60,6 +60,7 @@ class NixlRegistration:
 
     def __init__(self, agent: NixlAgent, memory: Memory, descriptors: Any) -> None:
         self.memory = memory
+        self.released = False
         self._agent = agent
         self._descriptors = descriptors
 
@@ -113,14 +114,12 @@ class NixlAgent:
         check_name(name)
         if in_flight_bytes < 4096:
             raise AgentUnavailable("in_flight_bytes is less than 4096", remedy="leave it at its default")
-        if transports is not None and (not transports or not all(re.fullmatch(r"[\w^:\\/]+", item) for item in transports)):
-            raise AgentUnavailable(
-                f"{list(transports)!r} is no list of UCX transports", remedy='name them as UCX does, such as ["tcp", "cuda_copy"]'
-            )
+        check_transports(transports)
         self.name = name
         self._native_name = "kv" + secrets.token_hex(7)
         self._lock = threading.RLock()
         self._registrations: list[NixlRegistration] = []
+        self._described: bytes | None = None  # what `metadata` says of these
         # Late reads may touch memory that was released long ago: its owners live as long as the agent.
         self._owners: list[object] = []
         self._peers: dict[str, list[NixlPeer]] = {}  # by native name: those that were not disconnected yet
@@ -137,8 +136,11 @@ class NixlAgent:
 
         Raises RegistrationFailed when it would be larger, AgentUnavailable after close.
         """
-        with self._lock:
-            return frame_metadata(self.name, self._native_name, self._living().get_agent_metadata())
+        if (known := self._described) is None:  # else without the lock, which another thread may hold for seconds
+            with self._lock:
+                known = self._described = frame_metadata(self.name, self._native_name, self._living().get_agent_metadata())
+        self._living()
+        return known
 
     def transports(self) -> str:
         """Which transports are allowed and by whom, and, after the first read, those that UCX reports for reads."""
@@ -147,9 +149,11 @@ class NixlAgent:
             return f"{self._tls}; reads go by {'; '.join(chosen)}"
         if UCX_LOG.fd is None:
             return f"{self._tls}; which one is unknown, since UCX's log is configured elsewhere"
-        with self._lock:
-            read = self._reads.counters().reads_finished
-        return f"{self._tls}; {'UCX did not say which one its reads took' if read else 'nothing was read yet'}"
+        return f"{self._tls}; {'UCX did not say which one its reads took' if self._reads.finished else 'nothing was read yet'}"
+
+    def turned_away(self) -> dict[str, int]:
+        """What peers were refused."""
+        return {}  # NIXL tells the owner nothing of its readers
 
     def registered_bytes(self) -> int:
         """Bytes that are registered now."""
@@ -187,6 +191,7 @@ class NixlAgent:
             registration = NixlRegistration(self, memory, registered)
             self._owners.append(memory.owner)
             self._registrations.append(registration)
+            self._described = None
             return registration
 
     def _deregister(self, registration: NixlRegistration) -> None:
@@ -199,7 +204,9 @@ class NixlAgent:
                     "memory cannot be released while an unfinished read may write into it", remedy="release or finish its reads first"
                 )
             self._living().deregister_memory(registration._descriptors, backends=BACKEND)
+            registration.released = True
             self._registrations.remove(registration)
+            self._described = None
 
     # -- peers
 
@@ -292,20 +299,18 @@ class NixlAgent:
     # -- reads
 
     def _read(self, peer: NixlPeer, source: RemoteMemory, target: Registration, ranges: Sequence[ReadRange]) -> NixlTransfer:
+        # Without the lock: another thread may hold it for seconds, and whoever reads may be an event loop.
         check_memory(source, "the peer's")
-        with self._lock:
-            self._living()
-            if peer._closed:
-                raise TransferFailed(f"{peer.name} was disconnected", remedy="connect again")
-            if peer.failure is not None:
-                raise TransferFailed(
-                    f"the connection to {peer.name} had failed: {peer.failure}", remedy="connect again, with its current metadata"
-                )
-            if not isinstance(target, NixlRegistration) or target not in self._registrations:
-                raise BadRange("the target is not registered with this agent")
-            table = check_ranges(source, target.memory, ranges)
-            self._reads.progress()
-            return self._reads.start(peer, source, target, table)
+        self._living()
+        if peer._closed:
+            raise TransferFailed(f"{peer.name} was disconnected", remedy="connect again")
+        if peer.failure is not None:
+            raise TransferFailed(
+                f"the connection to {peer.name} had failed: {peer.failure}", remedy="connect again, with its current metadata"
+            )
+        if not isinstance(target, NixlRegistration) or target._agent is not self or target.released:
+            raise BadRange("the target is not registered with this agent")
+        return self._reads.start(peer, source, target, check_ranges(source, target.memory, ranges))
 
     # -- the end
 

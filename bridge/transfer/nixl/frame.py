@@ -6,10 +6,9 @@ import hashlib
 import re
 import struct
 
+from bridge.transfer.agent import MAX_METADATA_BYTES
 from bridge.transfer.errors import PeerUnreachable, RegistrationFailed
 from bridge.transfer.names import MAX_NAME_BYTES
-
-MAX_METADATA_BYTES = 1 << 20
 
 # magic, version, length of the name, length of NIXL's blob, native name, SHA-256 of all the rest
 _FRAME = struct.Struct("<4sHHI16s32s")

@@ -15,7 +15,9 @@ from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
+from bridge.transfer import errors
 from bridge.transfer.errors import AgentUnavailable
+from bridge.transfer.ucx_environment import STARTING, allowed_transports
 
 MODULES = ("nixl", "nixl_cu12", "nixl_cu13")
 INSTALL = "pip install nixl-cu12 (nixl-cu13 where CUDA 13 is installed); both work on hosts without a GPU"
@@ -27,7 +29,8 @@ WAKE_MICROSECONDS = 10_000
 """How long the library's thread sleeps without an event. Its Python API asks for 0, with which the thread never sleeps and each idle agent
 takes a whole core (measured). Some transports of UCX want to be looked at now and then, so it is not for ever."""
 
-_STARTING = threading.Lock()  # environment variables are the process's
+
+_LOOK_BYTES = 1 << 20
 
 
 class UcxLog:
@@ -35,6 +38,12 @@ class UcxLog:
 
     def __init__(self) -> None:
         self.fd: int | None = None
+        self._lock = threading.Lock()
+        self._at = 0
+        self._rest = b""
+        self._agent = self._scope = ""
+        self._reading = False
+        self._found: dict[str, dict[str, list[str]]] = {}  # by agent and kind of link
 
     @contextlib.contextmanager
     def opened_while_loading(self) -> Iterator[None]:
@@ -52,34 +61,41 @@ class UcxLog:
         finally:
             os.unlink(path)
 
-    def text(self) -> str:
-        if self.fd is None:
-            return ""
-        ctypes.CDLL(None).fflush(None)  # UCX's stream is buffered
-        return os.pread(self.fd, 8 << 20, 0).decode(errors="replace")
-
     def chosen(self, native: str) -> list[str]:
-        """For each kind of link that the agent `native` has read over: which transports UCX's protocol table names for ucp_get."""
-        found: dict[str, list[str]] = {}
-        scope, reading = "", False
-        for line in self.text().splitlines():
-            row = line.partition("]   ")[2].strip()
-            if row.startswith("+"):
-                continue
-            cells = [cell.strip() for cell in row.strip("|").split("|")]
-            if len(cells) == 1:
-                head = re.fullmatch(rf"{native} (.+) cfg#\d+", cells[0])
-                if head:
-                    scope, reading = head[1], False
-                elif " by ucp_" in cells[0]:
-                    reading = bool(scope) and "read by ucp_get" in cells[0]
-                elif "cfg#" in cells[0]:
-                    scope, reading = "", False
-            elif reading and len(cells) == 3 and cells[0] != "Range":
-                text = f"{cells[2]} ({cells[1]})"
-                if text not in found.setdefault(scope, []):
-                    found[scope].append(text)
-        return [f"{scope}: {', '.join(ways)}" for scope, ways in found.items() if scope != "self"]
+        """For each kind of link that the agent `native` has read over: which transports UCX's protocol table names for ucp_get.
+
+        Looks at what was written since it was last asked, at most 1 MiB: it may be asked on an event loop.
+        """
+        if self.fd is None:
+            return []
+        with self._lock:
+            ctypes.CDLL(None).fflush(None)  # UCX's stream is buffered
+            written = os.pread(self.fd, _LOOK_BYTES, self._at)
+            self._at += len(written)
+            *lines, self._rest = (self._rest + written).split(b"\n")
+            for line in lines:
+                self._learn(line.decode(errors="replace"))
+            found = self._found.get(native, {})
+            return [f"{scope}: {', '.join(ways)}" for scope, ways in found.items() if scope != "self"]
+
+    def _learn(self, line: str) -> None:
+        row = line.partition("]   ")[2].strip()
+        if row.startswith("+"):
+            return
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        if len(cells) == 1:
+            head = re.fullmatch(r"(kv[0-9a-f]{14}) (.+) cfg#\d+", cells[0])
+            if head:
+                self._agent, self._scope, self._reading = head[1], head[2], False
+            elif " by ucp_" in cells[0]:
+                self._reading = bool(self._scope) and "read by ucp_get" in cells[0]
+            elif "cfg#" in cells[0]:
+                self._scope, self._reading = "", False
+        elif self._reading and len(cells) == 3 and cells[0] != "Range":
+            ways = self._found.setdefault(self._agent, {}).setdefault(self._scope, [])
+            text = f"{cells[2]} ({cells[1]})"
+            if text not in ways:
+                ways.append(text)
 
 
 UCX_LOG = UcxLog()
@@ -134,18 +150,13 @@ def start(name: str, transports: Sequence[str] | None, serves: bool) -> tuple[An
 
     transports: UCX's, used where the environment has no UCX_TLS. serves: whether a thread of the library answers peers.
     """
-    from_environment = os.environ.get("UCX_TLS")
-    tls = from_environment if from_environment is not None else ",".join(transports) if transports is not None else None
-    if tls is None:
-        allowed = "UCX chooses among all its transports"
-    else:
-        where = "the environment" if from_environment is not None else "the configuration"
-        ignored = ", which overrides the configuration" if from_environment is not None and transports is not None else ""
-        allowed = f"UCX_TLS={tls} from {where}{ignored}"
     variables = {"NIXL_LOG_LEVEL": "FATAL", "UCX_WARN_UNUSED_ENV_VARS": "n", "UCX_TCP_USER_TIMEOUT": f"{USER_TIMEOUT}s"}
-    if tls is not None:
-        variables["UCX_TLS"] = tls
-    with _STARTING, UCX_LOG.opened_while_loading(), environment(variables):
+    with STARTING, contextlib.ExitStack() as for_now:
+        tls, allowed = allowed_transports(transports)
+        if tls is not None:
+            variables["UCX_TLS"] = tls
+        for_now.enter_context(UCX_LOG.opened_while_loading())
+        for_now.enter_context(environment(variables))
         api = load()
         bindings = importlib.import_module(api.__name__.replace("_api", "_bindings"))
         reason = None
@@ -175,7 +186,8 @@ sys.exit(0 if "UCX" in agent.backends else 3)
 
 def why_ucx_refuses(module: str, tls: str | None) -> str:
     """NIXL's exception says only NIXL_ERR_BACKEND; the reason is in what the libraries print, so a fresh process is asked."""
-    variables = dict(os.environ, UCX_LOG_LEVEL="warn", NIXL_LOG_LEVEL="ERROR")
+    with STARTING:
+        variables = dict(os.environ, UCX_LOG_LEVEL="warn", NIXL_LOG_LEVEL="ERROR")
     variables.pop("UCX_LOG_FILE", None)
     if tls is not None:
         variables["UCX_TLS"] = tls
@@ -191,5 +203,5 @@ def why_ucx_refuses(module: str, tls: str | None) -> str:
 
 def said(error: Exception) -> str:
     """The library's reason in a few words."""
-    text = str(error).strip() or type(error).__name__
+    text = errors.said(error)
     return f"the peer is gone ({text})" if type(error).__name__ == "nixlRemoteDisconnectError" else text

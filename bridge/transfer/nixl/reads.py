@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -14,13 +15,15 @@ from bridge.transfer.agent import RemoteMemory
 from bridge.transfer.counts import ReadCounters, Tally
 from bridge.transfer.errors import BadRange, TransferFailed, TransferTimeout
 from bridge.transfer.nixl.library import BACKEND, said
-from bridge.transfer.ranges import SEGMENTS, descriptors, pieces_of
+from bridge.transfer.ranges import SEGMENTS, pieces_of
 
 if TYPE_CHECKING:
     from bridge.transfer.nixl.agent import NixlPeer, NixlRegistration
 
 PIECES_IN_FLIGHT = 4
 """Of one read."""
+
+_LOCK_SECONDS = 0.005
 
 
 class NixlTransfer:
@@ -39,6 +42,7 @@ class NixlTransfer:
         self._failure: str | None = None
         self._given_up = False
         self._posted = False
+        self._asked = False  # to be released
         self._counted = False
 
     @property
@@ -69,7 +73,8 @@ class NixlTransfer:
 
 
 class Reads:
-    """All reads of one native agent that are under way or in quarantine. Called with the agent's lock held, but for `poll` and `release`.
+    """All reads of one native agent that are under way or in quarantine. Called with the agent's lock held; `start`, `poll` and `release`
+    take it themselves, or do without: where a host is silent NIXL connects for 7 s (measured), and that is to hold up no other's reads.
 
     errors: the bindings' exceptions. lock: the agent's. piece_bytes: of a piece, at most.
     failed, ended: told of a read whose endpoint failed, and of one that has settled; each with the native name of its peer.
@@ -87,16 +92,32 @@ class Reads:
         self._native, self._errors, self._lock, self._piece_bytes = native, errors, lock, piece_bytes
         self._failed, self._ended = failed, ended
         self._tally = Tally()
+        self._fresh: deque[NixlTransfer] = deque()  # started without the lock: under way, but neither posted nor counted yet
         self._active: list[NixlTransfer] = []
         self._quarantine: list[NixlTransfer] = []
 
+    def _admit(self) -> None:
+        while self._fresh:
+            self._tally.started += 1
+            self._active.append(self._fresh.popleft())
+
+    def _all(self) -> list[NixlTransfer]:
+        self._admit()
+        return self._active + self._quarantine
+
+    @property
+    def finished(self) -> int:
+        """How many reads have finished. Needs no lock."""
+        return self._tally.finished
+
     def counters(self) -> ReadCounters:
         """What was read so far."""
+        self._admit()
         return self._tally.counters(len(self._quarantine))
 
     def of(self, native_name: str) -> list[NixlTransfer]:
         """Reads from one remote agent."""
-        return [transfer for transfer in self._active + self._quarantine if transfer._peer._native == native_name]
+        return [transfer for transfer in self._all() if transfer._peer._native == native_name]
 
     def given_up(self, native_name: str) -> list[NixlTransfer]:
         """Those of them that nobody polls any more."""
@@ -104,7 +125,7 @@ class Reads:
 
     def into(self, target: NixlRegistration) -> bool:
         """Whether a read may still write into this memory."""
-        return any(transfer._target is target for transfer in self._active + self._quarantine)
+        return any(transfer._target is target for transfer in self._all())
 
     def progress(self) -> int:
         """Polls the quarantine and forgets what has settled. Returns how many reads are still in it."""
@@ -113,24 +134,33 @@ class Reads:
         return len(self._quarantine)
 
     def start(self, peer: NixlPeer, source: RemoteMemory, target: NixlRegistration, table: np.ndarray) -> NixlTransfer:
-        """table: int64 [n, 3] of (remote, local, nbytes), checked. Raises BadRange, TransferFailed."""
+        """table: int64 [n, 3] of (remote, local, nbytes), checked. Raises BadRange, TransferFailed; `done` does where NIXL was busy."""
         nbytes = int(table[:, 2].sum())
         transfer = NixlTransfer(self, peer, source, target, pieces_of(table, self._piece_bytes), nbytes)
-        self._tally.started += 1
-        self._active.append(transfer)
+        self._fresh.append(transfer)
+        if not self._lock.acquire(timeout=_LOCK_SECONDS):
+            return transfer
         try:
-            self._post(transfer)
-        except BadRange:
-            self._active.remove(transfer)
-            self._tally.started -= 1
-            raise
-        self._settle(transfer)
+            self._admit()
+            self.progress()
+            try:
+                self._post(transfer)
+            except BadRange:
+                self._active.remove(transfer)
+                self._tally.started -= 1
+                raise
+            self._settle(transfer)
+        finally:
+            self._lock.release()
         if transfer._failure is not None and transfer.settled:
             raise TransferFailed(f"a read from {peer.name} failed: {transfer._failure}")
         return transfer
 
     def _post(self, transfer: NixlTransfer) -> None:
-        """Asks for as many pieces as may be in flight."""
+        """Asks for as many pieces as may be in flight. Raises BadRange where the first of them lies in nothing that the peer registered."""
+        if transfer._target.released or transfer._peer._closed:  # since the read was started
+            transfer._failure = "its target was released, or its peer disconnected"
+            return
         native, source, target = self._native, transfer._source, transfer._target.memory
         for _ in range(PIECES_IN_FLIGHT - len(transfer._in_flight)):
             if not transfer._waiting:
@@ -139,8 +169,8 @@ class Reads:
             try:
                 handle = native.initialize_xfer(
                     "READ",
-                    native.get_xfer_descs(descriptors(target.address, local, nbytes, target.index), SEGMENTS[target.device]),
-                    native.get_xfer_descs(descriptors(source.address, remote, nbytes, source.index), SEGMENTS[source.device]),
+                    native.get_xfer_descs(_descriptors(target.address, local, nbytes, target.index), SEGMENTS[target.device]),
+                    native.get_xfer_descs(_descriptors(source.address, remote, nbytes, source.index), SEGMENTS[source.device]),
                     transfer._peer._native,
                     b"",
                     BACKEND,
@@ -169,7 +199,7 @@ class Reads:
 
     def poll(self, transfer: NixlTransfer) -> None:
         """As `advance`, unless another thread holds the lock for longer."""
-        if self._lock.acquire(timeout=0.005):
+        if self._lock.acquire(timeout=_LOCK_SECONDS):
             try:
                 self.advance(transfer)
             finally:
@@ -178,6 +208,9 @@ class Reads:
     def advance(self, transfer: NixlTransfer) -> None:
         """Polls one read and asks for its next pieces."""
         native = self._native
+        self._admit()
+        if native is None:
+            transfer._given_up = True
         if native is None or transfer.settled:
             self._settle(transfer)
             return
@@ -197,7 +230,10 @@ class Reads:
                 native.release_xfer_handle(handle)
         transfer._in_flight = unfinished
         if transfer._failure is None and not transfer._given_up:
-            self._post(transfer)
+            try:
+                self._post(transfer)
+            except BadRange as error:
+                transfer._failure = error.detail
         self._settle(transfer)
 
     def _fail(self, transfer: NixlTransfer, reason: str) -> None:
@@ -223,6 +259,7 @@ class Reads:
 
     def give_up(self, transfer: NixlTransfer) -> None:
         """Asks for nothing more; what is under way goes into quarantine."""
+        self._admit()
         if transfer._given_up or transfer.settled:
             return
         transfer._given_up = True
@@ -233,18 +270,25 @@ class Reads:
         self._settle(transfer)
 
     def release(self, transfer: NixlTransfer) -> None:
-        """See NixlTransfer.release."""
-        with self._lock:
-            if self._native is None:
-                return
-            self.give_up(transfer)
-            self.advance(transfer)
-            if not transfer.settled:
-                raise TransferTimeout(f"a read from {transfer._peer.name} is unfinished and its bytes may still arrive")
+        """See NixlTransfer.release. Waits hardly at all for another thread's call of NIXL, and only once: many may ask at a time."""
+        if transfer.settled:
+            return
+        patience, transfer._asked = 0 if transfer._asked else _LOCK_SECONDS, True
+        if self._lock.acquire(timeout=patience):
+            try:
+                if self._native is None:
+                    return
+                self.give_up(transfer)
+                self.advance(transfer)
+                if transfer.settled:
+                    return
+            finally:
+                self._lock.release()
+        raise TransferTimeout(f"a read from {transfer._peer.name} is unfinished and its bytes may still arrive")
 
     def end(self) -> bool:
         """Gives every read up and lets go of its handles, each of which holds the native agent alive; whether there was none."""
-        unfinished = self._active + self._quarantine
+        unfinished = self._all()
         for transfer in unfinished:
             transfer._given_up = True
             self._settle(transfer)
@@ -253,3 +297,11 @@ class Reads:
             transfer._in_flight = []
         self._active, self._quarantine = [], []
         return not unfinished
+
+
+def _descriptors(base: int, offsets: np.ndarray, nbytes: np.ndarray, ordinal: int) -> np.ndarray:
+    rows = np.empty((len(offsets), 3), dtype=np.uint64)
+    rows[:, 0] = offsets.astype(np.uint64) + np.uint64(base)
+    rows[:, 1] = nbytes
+    rows[:, 2] = ordinal
+    return rows

@@ -24,7 +24,7 @@ from bridge.transfer import described
 from bridge.transfer.agent import Guard, Memory, ReadRange, Registration, RemoteMemory
 from bridge.transfer.counts import ReadCounters, Tally
 from bridge.transfer.described import Described, Region
-from bridge.transfer.errors import AgentUnavailable, BadRange, PeerUnreachable, TransferFailed, TransferTimeout
+from bridge.transfer.errors import AgentUnavailable, BadRange, PeerUnreachable, TransferFailed, TransferTimeout, no_thread, said
 from bridge.transfer.host import check_host, view_of
 from bridge.transfer.names import check_name
 from bridge.transfer.ranges import check_ranges, pieces_of
@@ -33,6 +33,7 @@ from bridge.transfer.stream.reader import Landing, ReaderConnection, open_connec
 
 _ENDPOINT = struct.Struct("<H32s")  # port (0: does not serve), SHA-256 of the certificate
 _PIECE_BYTES = 64 << 20  # a request; the requests of one peer take turns
+_RETIRE_SECONDS = 5.0
 
 
 class StreamRegistration:
@@ -69,7 +70,7 @@ class StreamRegistration:
     def _retire(self) -> None:
         with self._changed:
             self._alive = False
-            if not self._changed.wait_for(lambda: not self._readers, timeout=5.0):
+            if not self._changed.wait_for(lambda: not self._readers, timeout=_RETIRE_SECONDS):
                 raise TransferTimeout("a frame of this memory is still being encrypted", remedy="call release again")
 
 
@@ -182,8 +183,9 @@ class StreamAgent:
                     silence=silence,
                 )
             except (OSError, OverflowError, ValueError) as error:  # ValueError: a name that is none, such as "a..b"
-                reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-                raise AgentUnavailable(f"{host}:{port} cannot be opened: {reason}", remedy="choose another port or address") from error
+                raise AgentUnavailable(f"{host}:{port} cannot be opened: {said(error)}", remedy="choose another port or address") from error
+            except RuntimeError as error:
+                raise no_thread("the data port", error) from error
 
     # -- what peers and operators ask
 
@@ -206,6 +208,10 @@ class StreamAgent:
             if not self._cipher:
                 return "TLS 1.3 over TCP; nothing was connected yet"
             return f"{self._cipher} over TCP; connected to {', '.join(links) or 'nobody'}"
+
+    def turned_away(self) -> dict[str, int]:
+        """What peers were refused."""
+        return {"connections": self._listener.refused, "reads": self._listener.refused_reads()} if self._listener is not None else {}
 
     def registered_bytes(self) -> int:
         """Bytes that are registered now."""
@@ -282,10 +288,9 @@ class StreamAgent:
         if not peer.host or not port:
             what = "the configuration has no address for" if port else "nothing is served by"
             raise PeerUnreachable(f"{what} {name}", remedy="give its host in the configuration; it must be a prefiller")
-        with self._lock:
-            if name not in self._contexts:
-                self._contexts[name] = client_context(self._identity, peer)
-            context = self._contexts[name]
+        context = self._contexts.get(name)
+        if context is None:
+            context = self._contexts[name] = client_context(self._identity, peer)  # reads files: not under the lock, which reads take
         return open_connection(
             (peer.host, port), context, der, about.instance, about.name, connect_seconds=self._connect_seconds, silence=self._silence
         )
@@ -387,6 +392,6 @@ class StreamAgent:
         with self._lock:
             registrations, self._connections = list(self._registrations.values()), {}
         for registration in registrations:
-            with contextlib.suppress(TransferTimeout):
+            with contextlib.suppress(TransferTimeout):  # it stays registered: its release says so, and may be called again
                 registration._retire()
-        self._registrations.clear()
+                self._registrations.pop(registration.number, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import itertools
 import select
@@ -11,13 +12,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from bridge.transfer.errors import PeerUnreachable, TransferError
+from bridge.transfer.errors import PeerUnreachable, TransferError, no_thread, said
 from bridge.transfer.stream import wire
-from bridge.transfer.stream.tls import LOST, TlsChannel, Waker
+from bridge.transfer.stream.tls import LOST, TlsChannel
 from bridge.transfer.stream.wire import BadFrame, Kind
+from bridge.transfer.waker import Waker
 
 OUTSTANDING = 32
 """Requests that the owner has at a time; the rest of a long list of ranges waits here."""
@@ -66,7 +69,7 @@ class _Request:
 
 
 class ReaderConnection:
-    """An authenticated connection to one owner. Its thread ends with it.
+    """An authenticated connection to one owner. Its thread ends with it; without a thread it raises RuntimeError.
 
     silence: seconds without a byte from an owner that has requests of ours; then the connection is failed.
     """
@@ -93,7 +96,11 @@ class ReaderConnection:
         self._text = bytearray()
         self._heard = time.monotonic()
         self._thread = threading.Thread(target=self._run, name=f"kvbridge-stream-{peer}", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._waker.close()
+            raise
 
     # -- from any thread
 
@@ -137,7 +144,7 @@ class ReaderConnection:
         except TransferError as error:
             self._fail(error.detail)
         except LOST as error:
-            self._fail(f"the peer is gone ({_reason(error)})")
+            self._fail(f"the peer is gone ({said(error)})")
         finally:
             self._fail("the connection ended")  # never leaves a read without an end
             self._channel.close()
@@ -145,7 +152,7 @@ class ReaderConnection:
 
     def _wait(self) -> None:
         poller = select.poll()
-        poller.register(self._channel.socket, select.POLLIN | (select.POLLOUT if self._channel.sending else 0))
+        poller.register(self._channel.socket, select.POLLIN | (select.POLLOUT if self._channel.unsent else 0))
         poller.register(self._waker, select.POLLIN)
         ready = {fd for fd, _ in poller.poll(1000)}
         if self._waker.fileno() in ready:
@@ -272,10 +279,6 @@ class ReaderConnection:
                     landing.end(failure=self.failure)
 
 
-def _reason(error: BaseException) -> str:
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
-
-
 def open_connection(
     address: tuple[str, int],
     context: ssl.SSLContext,
@@ -286,11 +289,13 @@ def open_connection(
     connect_seconds: float,
     silence: float,
 ) -> ReaderConnection:
-    """Connects, authenticates, greets. Raises PeerUnreachable within `connect_seconds`."""
+    """Connects, authenticates, greets. Raises PeerUnreachable within `connect_seconds`, AgentUnavailable where no thread can be had."""
     deadline = time.monotonic() + connect_seconds
+    sock: socket.socket | None = None
     channel: TlsChannel | None = None
     try:
-        channel = TlsChannel(socket.create_connection(address, timeout=connect_seconds), context, server_side=False)
+        sock = _connect(address, deadline)
+        channel = TlsChannel(sock, context, server_side=False)
         channel.handshake(deadline)
         if channel.certificate != certificate:
             raise PeerUnreachable(f"{peer} shows another certificate than the configured one")
@@ -299,16 +304,60 @@ def open_connection(
             raise PeerUnreachable(f"{peer} has been restarted", remedy="connect again, with its current metadata")
         return ReaderConnection(channel, peer, silence)
     except BaseException as error:
-        if channel is not None:
-            with contextlib.suppress(OSError):
-                channel.close()
+        for held in (channel, sock):
+            if held is not None:
+                with contextlib.suppress(OSError):
+                    held.close()
         if isinstance(error, PeerUnreachable):
             raise
         if isinstance(error, TransferError):
             raise PeerUnreachable(f"{peer} at {address[0]}:{address[1]} does not answer: {error.detail}") from error
+        if isinstance(error, RuntimeError):
+            raise no_thread("a connection", error) from error
         if isinstance(error, (*LOST, ValueError)):  # ValueError: a name that is none, such as "a..b"
-            raise PeerUnreachable(f"{peer} at {address[0]}:{address[1]} does not answer: {_reason(error)}") from error
+            raise PeerUnreachable(f"{peer} at {address[0]}:{address[1]} does not answer: {said(error)}") from error
         raise
+
+
+def _connect(address: tuple[str, int], deadline: float) -> socket.socket:
+    """A TCP connection to the first of a name's addresses that answers; each has its share of the time. Raises OSError, UnicodeError."""
+    failure: OSError = TimeoutError("time is up")
+    found = _addresses(address, deadline)
+    for tried, (family, kind, protocol, _, where) in enumerate(found):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            break
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.settimeout(left / (len(found) - tried))
+            sock.connect(where)
+            return sock
+        except BaseException as error:
+            sock.close()
+            if not isinstance(error, OSError):
+                raise
+            failure = error
+    raise failure
+
+
+def _addresses(address: tuple[str, int], deadline: float) -> list[Any]:
+    """As socket.getaddrinfo, which asks for as long as it likes where a name has to be looked up: so in a thread of its own."""
+    host, port = address
+    with contextlib.suppress(socket.gaierror):
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    found: concurrent.futures.Future[list[Any]] = concurrent.futures.Future()
+
+    def look() -> None:
+        try:
+            found.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=look, name="kvbridge-stream-name", daemon=True).start()
+    try:
+        return found.result(max(0.0, deadline - time.monotonic()))
+    except TimeoutError:
+        raise TimeoutError(f"the name {host!r} was not resolved in time") from None
 
 
 def _answer(channel: TlsChannel, deadline: float) -> bytes:

@@ -44,9 +44,9 @@ class TlsChannel:
         return f"{version} {name}"
 
     @property
-    def sending(self) -> bool:
-        """Whether bytes wait for the socket."""
-        return bool(self._unsent) or bool(self._outgoing.pending)
+    def unsent(self) -> int:
+        """Bytes that wait for the socket."""
+        return len(self._unsent) + self._outgoing.pending
 
     def handshake(self, deadline: float) -> None:
         """Raises TransferTimeout at `deadline` (time.monotonic), ssl.SSLError or OSError."""
@@ -136,28 +136,3 @@ def keep_alive(sock: socket.socket) -> None:
     for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 20_000)):
         if hasattr(socket, option):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-
-
-class Waker:
-    """Ends another thread's poll."""
-
-    def __init__(self) -> None:
-        self._receive, self._send = socket.socketpair()
-        self._receive.setblocking(False)
-        self._send.setblocking(False)
-
-    def fileno(self) -> int:
-        return self._receive.fileno()
-
-    def wake(self) -> None:
-        """From any thread, also after close."""
-        with contextlib.suppress(OSError):  # full: it is awake anyway
-            self._send.send(b"w")
-
-    def clear(self) -> None:
-        with contextlib.suppress(OSError):
-            self._receive.recv(4096)
-
-    def close(self) -> None:
-        self._receive.close()
-        self._send.close()

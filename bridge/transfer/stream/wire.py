@@ -18,6 +18,7 @@ import struct
 import numpy as np
 
 from bridge.transfer.errors import TransferError
+from bridge.transfer.ranges import RANGE
 
 MAGIC = b"KVBS"
 VERSION = 1
@@ -27,7 +28,6 @@ RANGES_PER_REQUEST = 4096
 DATA_BYTES = 256 << 10
 MAX_SENTENCE = 1000
 
-RANGE = np.dtype([("offset", "<u8"), ("nbytes", "<u8")])
 _REGION_BYTES = 8
 
 
@@ -112,10 +112,3 @@ def parse_read(body: bytes) -> tuple[int, np.ndarray]:
     if (len(body) - _REGION_BYTES) % RANGE.itemsize:
         raise BadFrame(f"a READ frame of {len(body)} bytes holds no whole ranges")
     return int.from_bytes(body[:_REGION_BYTES], "little"), np.frombuffer(body, RANGE, offset=_REGION_BYTES)
-
-
-def inside(rows: np.ndarray, region_bytes: int) -> bool:
-    """Whether every range has at least one byte and lies in a region of so many bytes; no sum can overflow."""
-    size = np.uint64(region_bytes)
-    nbytes, offset = rows["nbytes"], rows["offset"]
-    return bool(((nbytes > 0) & (nbytes <= size)).all() and (offset <= size - nbytes).all())

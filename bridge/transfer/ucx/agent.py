@@ -10,9 +10,8 @@ is in quarantine. An owner that sends nothing for `patience` seconds then loses 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import re
+import logging
 import secrets
 import threading
 import time
@@ -24,18 +23,23 @@ from bridge.transfer import described
 from bridge.transfer.agent import Memory, ReadRange, Registration, RemoteMemory
 from bridge.transfer.counts import ReadCounters, Tally
 from bridge.transfer.described import Described, Region
-from bridge.transfer.errors import AgentUnavailable, BadRange, PeerUnreachable, TransferFailed, TransferTimeout
+from bridge.transfer.errors import AgentUnavailable, BadRange, PeerUnreachable, TransferFailed, TransferTimeout, said
 from bridge.transfer.host import check_host, view_of
 from bridge.transfer.names import check_name
 from bridge.transfer.ranges import check_ranges, pieces_of
 from bridge.transfer.ucx import wire
 from bridge.transfer.ucx.owner import Owner
 from bridge.transfer.ucx.reader import Link, Reading
-from bridge.transfer.ucx.worker import UcxWorker, environment_tls
+from bridge.transfer.ucx.worker import UcxWorker
+from bridge.transfer.ucx_environment import check_transports
 
 _CALL_SECONDS = 10.0
 _RELEASE_SECONDS = 0.1
 """What a release waits at most: it is called on threads that others wait for, and may be called again."""
+
+_LOG = logging.getLogger("kvbridge.transfer")
+_KEPT: list[UcxAgent] = []
+"""Agents that were closed while UCX might still touch their memory."""
 
 
 class UcxRegistration:
@@ -118,7 +122,7 @@ class UcxPeer:
     @property
     def failure(self) -> str | None:
         """Why the link ended, or None."""
-        return self._link.failure
+        return self._agent._worker.failure or self._link.failure
 
     def read(self, source: RemoteMemory, target: Registration, ranges: Sequence[ReadRange]) -> UcxTransfer:
         """Starts one read of all ranges (1 to 65,536; each is a message of its own). Raises BadRange, TransferFailed."""
@@ -157,10 +161,7 @@ class UcxAgent:
         check_name(name)
         if in_flight_bytes < 4096:
             raise AgentUnavailable("in_flight_bytes is less than 4096", remedy="leave it at its default")
-        if transports is not None and (not transports or not all(re.fullmatch(r"[\w^:\\/]+", item) for item in transports)):
-            raise AgentUnavailable(
-                f"{list(transports)!r} is no list of UCX transports", remedy='name them as UCX does, such as ["tcp", "cuda_copy"]'
-            )
+        check_transports(transports)
         self.name = name
         self._serves = serves
         self._connect_seconds, self._patience = connect_seconds, patience
@@ -177,9 +178,8 @@ class UcxAgent:
         self._active: list[UcxTransfer] = []
         self._quarantine: list[UcxTransfer] = []
         self._closed = False
-        tls, self._tls = environment_tls(transports)
         self._owner = Owner(lambda: self._worker, self._instance, lambda number: self._registrations.get(number), silence)
-        self._worker = UcxWorker(tls, self._handle, self._tick)
+        self._worker = UcxWorker(transports, self._handle, self._tick)
 
     # -- on the worker's thread
 
@@ -224,18 +224,19 @@ class UcxAgent:
         return described.encode(Described(self.kind, self.name, self._instance, self._worker.address, regions))
 
     def transports(self) -> str:
-        """Which transports are allowed and by whom, and those of the endpoints that are connected, as UCX reports them."""
+        """Which transports are allowed and by whom, and those of the endpoints that are connected, as UCX last reported them."""
         with self._lock:
-            links = list(self._links.values())
+            links = [link for link in self._links.values() if link.failure is None]
+        if self._worker.failure is not None:
+            return f"{self._worker.allowed}; nothing is connected any more: {self._worker.failure}"
         if not links or self._closed:
-            return f"{self._tls}; nothing is connected"
-        try:
-            ways = self._worker.call(
-                lambda: sorted({f"{link.peer}: {', '.join(link.transports()) or 'unknown'}" for link in links}), _CALL_SECONDS
-            )
-        except TimeoutError:
-            return f"{self._tls}; UCX is busy closing connections, and does not say which transports are in use"
-        return f"{self._tls}; reads go by {'; '.join(ways)}"
+            return f"{self._worker.allowed}; nothing is connected"
+        ways = sorted({f"{link.peer}: {', '.join(link.transports) or 'unknown'}" for link in links})
+        return f"{self._worker.allowed}; reads go by {'; '.join(ways)}"
+
+    def turned_away(self) -> dict[str, int]:
+        """What peers were refused."""
+        return {"reads": self._owner.refused, "messages": self._worker.ignored}
 
     def registered_bytes(self) -> int:
         """Bytes that are registered now."""
@@ -305,24 +306,32 @@ class UcxAgent:
             return self._add(about, link)
 
     def _dial(self, about: Described) -> Link:
+        made: list[Link] = []
+
         def begin() -> Link:
             link = Link(self._worker, about.name, about.instance, about.endpoint, self._patience)
             self._all_links.append(link)
+            made.append(link)
             return link
+
+        def abandon() -> None:
+            for link in made:
+                link.fail("it did not answer")
 
         if not 0 < len(about.endpoint) <= wire.CONTROL_BYTES // 2:
             raise PeerUnreachable("the peer's metadata holds no UCX address")
         deadline = time.monotonic() + self._connect_seconds
         try:
             link = self._worker.call(begin, self._connect_seconds)
-        except (AgentUnavailable, KeyboardInterrupt):
-            raise
+            answered = link.ready.wait(max(0.0, deadline - time.monotonic()))
         except BaseException as error:  # the bindings raise types of their own
-            raise PeerUnreachable(
-                f"{about.name} does not answer, or UCX does not understand its address: {error or 'time is up'}"
-            ) from error
-        if not link.ready.wait(max(0.0, deadline - time.monotonic())):
-            self._worker.post(lambda: link.fail("it did not answer"))
+            self._worker.post(abandon)  # behind what may have begun
+            if isinstance(error, AgentUnavailable) or not isinstance(error, Exception):
+                raise
+            why = f"time is up after {self._connect_seconds} s, UCX was busy" if isinstance(error, TimeoutError) else said(error)
+            raise PeerUnreachable(f"{about.name} does not answer, or UCX does not understand its address: {why}") from error
+        if not answered:
+            self._worker.post(abandon)
             raise PeerUnreachable(f"{about.name} did not answer within {self._connect_seconds} s")
         if link.failure is not None:
             raise PeerUnreachable(f"{about.name} cannot be read: {link.failure}", remedy="connect again, with its current metadata")
@@ -394,11 +403,10 @@ class UcxAgent:
         if transfer.settled:
             return
         with self._lock:
+            fresh = not transfer._given_up
             self._give_up(transfer)
-            closed = self._closed
-        if not closed:
-            with contextlib.suppress(TimeoutError):  # the thread may be closing an endpoint whose peer is silent: seconds
-                self._worker.call(lambda: None, _RELEASE_SECONDS)  # so that what is not under way yet settles at once
+        if fresh:  # what is not under way yet settles at once; but the thread may be closing an endpoint whose peer is silent: seconds
+            self._worker.catch_up(_RELEASE_SECONDS)
         if not transfer.settled:
             raise TransferTimeout(f"a read from {transfer._peer.name} is unfinished and its bytes may still arrive")
 
@@ -407,9 +415,13 @@ class UcxAgent:
     def _living(self) -> None:
         if self._closed:
             raise AgentUnavailable(f"the agent {self.name} is closed", remedy="make a new one")
+        self._worker.check()
 
     def close(self) -> None:
-        """Closes every endpoint and destroys the worker, idempotent. No byte arrives and no peer reads after it has returned."""
+        """Closes every endpoint and destroys the worker, idempotent. No byte arrives and no peer reads after it has returned.
+
+        Where UCX does not come to an end, that is logged: the memory is kept, and what might still arrive stays in quarantine.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -420,7 +432,10 @@ class UcxAgent:
             self._closed = True
         for registration in list(self._registrations.values()):
             registration.retire()
-        self._worker.close()
+        if not self._worker.close():
+            _KEPT.append(self)
+            _LOG.error("UCX has not come to an end: the memory of %s stays allocated until this process ends", self.name)
+            return
         with self._lock:
             for transfer in self._active + self._quarantine:
                 transfer._reading.given_up = True

@@ -36,12 +36,12 @@ class _EndpointAttributes(ctypes.Structure):
 
 
 def load() -> tuple[Any, Any]:
-    """ucxx's bindings and its Array. Raises AgentUnavailable.
+    """ucxx's bindings and its Array. Raises AgentUnavailable. With STARTING held.
 
     Importing ucxx sets UCX variables in the environment, for every UCX of the process; what it sets is taken back. UCX reads where to write
     its log while it is loaded: standard output, unless told, where it would stand among a program's own.
     """
-    before = dict(os.environ)
+    before = set(os.environ)
     os.environ.setdefault("UCX_LOG_FILE", "stderr")
     try:
         return importlib.import_module("ucxx._lib.libucxx"), importlib.import_module("ucxx._lib.arr").Array
@@ -54,8 +54,9 @@ def load() -> tuple[Any, Any]:
     except (ImportError, OSError) as error:  # installed, but its libraries do not load
         raise AgentUnavailable(f"ucxx cannot be loaded: {error}", remedy=INSTALL) from error
     finally:
-        for name in set(os.environ) - set(before):
-            del os.environ[name]
+        for name in set(os.environ) - before:
+            if name.startswith("UCX"):  # others are other threads'
+                os.environ.pop(name, None)
 
 
 def transports_of(handle: int) -> list[str]:

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from bridge.transfer.errors import said
+from bridge.transfer.ranges import inside
 from bridge.transfer.ucx import wire
 from bridge.transfer.ucx.worker import UcxWorker
 
@@ -35,6 +37,7 @@ class _Session:
     def __init__(self, endpoint: Any) -> None:
         self.endpoint = endpoint
         self.under_way: dict[int, int] = {}  # request: region
+        self.refusals = 0  # that it has not taken yet
         self.moved = time.monotonic()
 
 
@@ -44,6 +47,7 @@ class Owner:
     def __init__(self, worker: Callable[[], UcxWorker], instance: bytes, find: Callable[[int], Served | None], silence: float) -> None:
         self._worker, self._instance, self._find, self._silence = worker, instance, find, silence
         self._sessions: dict[bytes, _Session] = {}
+        self._turned_away = 0  # readers that are being told that there are too many
         self.refused = 0
 
     def sessions(self) -> int:
@@ -52,31 +56,45 @@ class Owner:
 
     def handle(self, message: wire.Message) -> None:
         """A reader's message. Raises BadMessage."""
-        if isinstance(message, wire.Hello):
-            self._hello(message)
-            return
-        session = self._sessions.get(message.session)
-        if session is None:
-            raise wire.BadMessage("a message of no session")
-        if isinstance(message, wire.Read):
-            self._read(session, message)
-        elif isinstance(message, wire.Bye):
+        try:
+            if isinstance(message, wire.Hello):
+                self._hello(message)
+                return
+            session = self._sessions.get(message.session)
+            if session is None:
+                raise wire.BadMessage("a message of no session")
+            if isinstance(message, wire.Read):
+                self._read(session, message)
+            elif isinstance(message, wire.Bye):
+                self._drop(message.session)
+        except wire.BadMessage:
+            raise
+        except Exception as error:  # the bindings raise types of their own: the reader's endpoint has failed
             self._drop(message.session)
+            raise wire.BadMessage(f"a reader that cannot be answered: {said(error)}") from error
 
     def _hello(self, hello: wire.Hello) -> None:
         if not hmac.compare_digest(hello.proof, wire.prove(self._instance, hello.session, hello.address)):
             raise wire.BadMessage("a reader that does not hold this agent's metadata")
         if hello.session in self._sessions:
             raise wire.BadMessage("a session that exists")
+        full = len(self._sessions) >= MAX_SESSIONS
+        if full and self._turned_away >= MAX_REQUESTS:
+            raise wire.BadMessage("more readers than are served, or told so")
         worker = self._worker()
         try:
             endpoint = worker.connect(hello.address)
         except Exception as error:  # the bindings raise types of their own
-            raise wire.BadMessage(f"a reader's address is not understood: {error}") from error
-        if len(self._sessions) >= MAX_SESSIONS:
+            raise wire.BadMessage(f"a reader's address is not understood: {said(error)}") from error
+        if full:
             self.refused += 1
-            sentence = f"it serves {MAX_SESSIONS} readers already"
-            worker.say(endpoint, wire.Welcome(hello.session, sentence), lambda status: worker.disconnect(endpoint))
+            self._turned_away += 1
+
+            def told(status: int) -> None:
+                self._turned_away -= 1
+                worker.disconnect(endpoint)
+
+            worker.say(endpoint, wire.Welcome(hello.session, f"it serves {MAX_SESSIONS} readers already"), told)
             return
         self._sessions[hello.session] = _Session(endpoint)
         worker.say(endpoint, wire.Welcome(hello.session, ""))
@@ -89,17 +107,13 @@ class Owner:
             sentence = f"more than {MAX_REQUESTS} requests at a time"
         elif region is None or not region.enter():
             sentence = "these bytes are not registered"
-        elif not _inside(rows, len(region.array)):
+        elif not inside(rows, len(region.array)):
             region.leave()
             sentence = "a range lies outside the registered memory"
-        worker = self._worker()
-        worker.say(session.endpoint, wire.Verdict(read.session, read.request, sentence))
         if sentence or region is None:
-            self.refused += 1
-            nothing = np.empty(0, np.uint8)
-            pairs = [(nothing, wire.data_tag(read.request, i)) for i in range(len(rows))]
-            worker.send(session.endpoint, pairs, lambda status: None)
+            self._refuse(session, read, len(rows), sentence)
             return
+        worker = self._worker()
         session.under_way[read.request] = read.region
         session.moved = time.monotonic()
         array, served = region.array, region
@@ -110,7 +124,27 @@ class Owner:
             session.moved = time.monotonic()
             session.under_way.pop(read.request, None)
 
+        try:
+            worker.say(session.endpoint, wire.Verdict(read.session, read.request, ""))
+        except Exception:
+            served.leave()
+            raise
         worker.send(session.endpoint, pairs, sent)
+
+    def _refuse(self, session: _Session, read: wire.Read, ranges: int, sentence: str) -> None:
+        self.refused += 1
+        if session.refusals >= MAX_REQUESTS:  # they would pile up here for as long as it takes none
+            self._drop(read.session)
+            return
+        session.refusals += 1
+        nothing = np.empty(0, np.uint8)
+
+        def sent(status: int) -> None:
+            session.refusals -= 1
+
+        worker = self._worker()
+        worker.say(session.endpoint, wire.Verdict(read.session, read.request, sentence))
+        worker.send(session.endpoint, [(nothing, wire.data_tag(read.request, i)) for i in range(ranges)], sent)
 
     def tick(self) -> None:
         """Lets go of readers that have gone, or that take nothing of what they asked for."""
@@ -130,10 +164,3 @@ class Owner:
         if session is not None:
             with contextlib.suppress(Exception):  # what is under way completes with an error, and leaves its memory
                 self._worker().disconnect(session.endpoint)
-
-
-def _inside(rows: np.ndarray, region_bytes: int) -> bool:
-    """Whether every range has at least one byte and lies in a region of so many bytes; no sum can overflow."""
-    size = np.uint64(region_bytes)
-    nbytes, offset = rows["nbytes"], rows["offset"]
-    return bool(((nbytes > 0) & (nbytes <= size)).all() and (offset <= size - nbytes).all())

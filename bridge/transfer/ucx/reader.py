@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 import time
@@ -11,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from bridge.transfer.errors import said
+from bridge.transfer.ranges import RANGE
 from bridge.transfer.ucx import wire
 from bridge.transfer.ucx.library import transports_of
 from bridge.transfer.ucx.worker import OK, UcxWorker
@@ -18,6 +21,7 @@ from bridge.transfer.ucx.worker import OK, UcxWorker
 _PIECES_OF_A_READ = 16
 _PIECES_OF_A_LINK = 32
 _BYE_SECONDS = 0.2
+_TRANSPORTS_SECONDS = 1.0
 _LEAVE_SECONDS = 0.5
 """For what is under way when a link is left: endpoints that are closed by force may keep their sockets (UCX 1.21, TCP)."""
 
@@ -77,6 +81,8 @@ class Link:
         self.peer = peer
         self.users = 0  # Peer objects, counted by the agent
         self.failure: str | None = None
+        self.transports: list[str] = []
+        """Those of the endpoint, as UCX last reported them. Read from any thread."""
         self.ready = threading.Event()
         self.readings: list[Reading] = []
         self._worker, self._patience = worker, patience
@@ -84,22 +90,20 @@ class Link:
         self._next = secrets.randbelow(wire.REQUESTS)
         self._pieces: dict[int, _Piece] = {}
         self._moved = time.monotonic()
-        self._transports: list[str] = []
+        self._looked = 0.0
         self._closed, self._close_by = False, 0.0
         self._leave_by: float | None = None
         self._endpoint: Any = worker.connect(address)
         proof = wire.prove(instance, self._session, worker.address)
-        worker.say(self._endpoint, wire.Hello(self._session, proof, worker.address))
+        try:
+            worker.say(self._endpoint, wire.Hello(self._session, proof, worker.address))
+        except Exception:
+            worker.disconnect(self._endpoint)
+            raise
 
     @property
     def session(self) -> bytes:
         return self._session
-
-    def transports(self) -> list[str]:
-        """Those of the endpoint, as UCX reports them."""
-        if self.failure is None and self._endpoint.alive:
-            self._transports = transports_of(self._endpoint.handle) or self._transports
-        return self._transports
 
     def handle(self, message: wire.Welcome | wire.Verdict) -> None:
         """The owner's answers."""
@@ -107,6 +111,7 @@ class Link:
         if isinstance(message, wire.Welcome):
             if message.sentence:
                 self.fail(f"it refuses: {message.sentence}")
+            self._look()
             self.ready.set()
         else:
             piece = self._pieces.get(message.request)
@@ -149,7 +154,7 @@ class Link:
         table = reading.waiting.popleft()
         self._next = (self._next + 1) % wire.REQUESTS
         number = self._next
-        rows = np.empty(len(table), wire.RANGE)
+        rows = np.empty(len(table), RANGE)
         rows["offset"], rows["nbytes"] = table[:, 0], table[:, 2]
         target = reading.target
         pairs = [(target[at : at + n], wire.data_tag(number, i)) for i, (_, at, n) in enumerate(table.tolist())]
@@ -165,7 +170,13 @@ class Link:
             self._worker.receive(self._endpoint, pairs, received)
             self._worker.say(self._endpoint, wire.Read(self._session, number, reading.region, rows.tobytes()))
         except Exception as error:  # the bindings raise types of their own: the endpoint has failed
-            self.fail(f"the peer is gone ({error})")
+            self.fail(f"the peer is gone ({said(error)})")
+
+    def _look(self) -> None:
+        """Asks UCX for the endpoint's transports."""
+        with contextlib.suppress(Exception):  # an endpoint that fails meanwhile
+            if self.failure is None and self._endpoint.alive:
+                self.transports = transports_of(self._endpoint.handle) or self.transports
 
     def _finish(self, number: int, piece: _Piece) -> None:
         self._moved = time.monotonic()
@@ -173,6 +184,9 @@ class Link:
             return
         if self._pieces.pop(number, None) is None:
             return
+        if self._moved - self._looked > _TRANSPORTS_SECONDS:  # they may change once there is something to carry
+            self._looked = self._moved
+            self._look()
         reading = piece.reading
         reading.in_flight -= 1
         reading.bytes_in_flight -= piece.nbytes
@@ -206,7 +220,6 @@ class Link:
         if self.failure is not None:
             return
         self.failure = reason
-        self._transports = []
         self._part()
         for reading in self.readings:
             if not reading.settled and not reading.given_up:

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from bridge.transfer.errors import TransferError
+from bridge.transfer.ranges import RANGE
 
 CONTROL_BYTES = 16 << 10
 CONTROL_TAG = 1
@@ -26,7 +27,6 @@ below, Hello excepted where a host's address is long.
 """
 RANGES_PER_REQUEST = 24
 SESSION_BYTES = 16
-RANGE = np.dtype([("offset", "<u8"), ("nbytes", "<u8")])
 
 _HEAD = struct.Struct("<4sI")
 _MAGIC = b"KVBU"
@@ -113,7 +113,7 @@ def decode(buffer: np.ndarray) -> Message:
         raise BadMessage("this is no message of a ucx agent of kvbridge")
     try:
         message = _DECODER.decode(data[_HEAD.size : _HEAD.size + size])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise BadMessage(f"a control message is not understood: {error}") from error
     if len(message.session) != SESSION_BYTES:
         raise BadMessage("a control message names no session")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import os
+import logging
 import select
 import threading
 import time
@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from bridge.transfer.errors import AgentUnavailable, TransferError
-from bridge.transfer.stream.tls import Waker
+from bridge.transfer.errors import AgentUnavailable, TransferError, no_thread, said
 from bridge.transfer.ucx import wire
 from bridge.transfer.ucx.library import INSTALL, load
+from bridge.transfer.ucx_environment import STARTING, allowed_transports
+from bridge.transfer.waker import Waker
 
 T = TypeVar("T")
 
@@ -26,14 +27,18 @@ _SPINS = 128  # progress calls between two looks at what has completed
 _CLOSE_NANOSECONDS = 2 * 10**9
 _LOOK_SECONDS = 0.001
 OK = 0
-IN_PROGRESS = 1
+NOT_STARTED = -1
+"""The status of requests that UCX refused to start. Its own are other numbers."""
+
+_LOG = logging.getLogger("kvbridge.transfer")
 
 
 class _Watch:
     """Requests that were started together; `done` is called once with the first bad status, or OK."""
 
-    def __init__(self, requests: Sequence[Any], held: object, done: Callable[[int], None]) -> None:
-        self.requests, self.held, self.done = deque(requests), held, done
+    def __init__(self, held: object, done: Callable[[int], None]) -> None:
+        self.requests: deque[Any] = deque()
+        self.held, self.done = held, done
         self.status = OK
 
     def completed(self) -> bool:
@@ -44,23 +49,28 @@ class _Watch:
 
 
 class UcxWorker:
-    """handle: called with each control message; tick: called after each round. Both on the worker's thread. Raises AgentUnavailable."""
+    """transports: UCX's, used where the environment has no UCX_TLS. handle: called with each control message; tick: after each round; both
+    on the worker's thread. Raises AgentUnavailable.
+    """
 
-    def __init__(self, tls: str | None, handle: Callable[[wire.Message], None], tick: Callable[[], None]) -> None:
+    def __init__(self, transports: Sequence[str] | None, handle: Callable[[wire.Message], None], tick: Callable[[], None]) -> None:
         self._handle, self._tick = handle, tick
-        self._bindings, self._array = load()
-        u = self._bindings
-        options = {"WARN_UNUSED_ENV_VARS": "n", "RNDV_THRESH": str(wire.EAGER_BYTES)} | ({} if tls is None else {"TLS": tls})
-        try:
-            self._context = u.UCXContext(options, feature_flags=(u.Feature.TAG, u.Feature.WAKEUP))
-            self._worker = u.UCXWorker(self._context)
-            self._worker.init_blocking_progress_mode()
-            self.address: bytes = self._worker.address.tobytes()
-        except Exception as error:  # the bindings raise types of their own
-            allowed = "all its transports" if tls is None else f"UCX_TLS={tls}"
-            raise AgentUnavailable(
-                f"UCX refuses to start with {allowed}: {error}", remedy="correct UCX_TLS or the configured transports, or " + INSTALL
-            ) from error
+        with STARTING:  # UCX's own variables are read as well
+            tls, self.allowed = allowed_transports(transports)
+            self._bindings, self._array = load()
+            u = self._bindings
+            options = {"WARN_UNUSED_ENV_VARS": "n", "RNDV_THRESH": str(wire.EAGER_BYTES)} | ({} if tls is None else {"TLS": tls})
+            try:
+                self._context = u.UCXContext(options, feature_flags=(u.Feature.TAG, u.Feature.WAKEUP))
+                self._worker = u.UCXWorker(self._context)
+                self._worker.init_blocking_progress_mode()
+                self.address: bytes = self._worker.address.tobytes()
+            except Exception as error:  # the bindings raise types of their own
+                names = "all its transports" if tls is None else f"UCX_TLS={tls}"
+                raise AgentUnavailable(
+                    f"UCX refuses to start with {names}: {said(error)}",
+                    remedy="correct UCX_TLS or the configured transports, or " + INSTALL,
+                ) from error
         self._waker = Waker()
         self._jobs: deque[Callable[[], None]] = deque()
         self._watches: list[_Watch] = []
@@ -70,10 +80,18 @@ class UcxWorker:
             self._post_control(buffer)
         self._looked = 0.0
         self._closing = False
+        self._behind: threading.Event | None = None
+        self._surprised = False
+        self.failure: str | None = None
+        """Why the thread has ended by itself: nothing runs any more."""
         self.ignored = 0
         """Control messages that were malformed or out of turn."""
         self._thread = threading.Thread(target=self._run, name="kvbridge-ucx", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._waker.close()
+            raise no_thread("the ucx agent", error) from error
 
     # -- from any thread
 
@@ -83,19 +101,46 @@ class UcxWorker:
         self._waker.wake()
 
     def call(self, function: Callable[[], T], timeout: float) -> T:
-        """Runs `function` on the worker's thread and returns its result. Raises TimeoutError, or what it raises."""
+        """Runs `function` on the worker's thread and returns its result. Raises TimeoutError, or what it raises.
+
+        After TimeoutError it does not run, unless it had begun.
+        """
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def job() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(function())
             except BaseException as error:
                 future.set_exception(error)
 
+        self.check()
         if self._closing:
             raise AgentUnavailable("the ucx agent is closed", remedy="make a new one")
         self.post(job)
-        return future.result(timeout)
+        try:
+            return future.result(timeout)
+        finally:
+            future.cancel()
+
+    def check(self) -> None:
+        """Raises AgentUnavailable where the thread has ended by itself."""
+        if self.failure is not None:
+            raise AgentUnavailable(f"the ucx agent's thread has ended: {self.failure}", remedy="restart this process, and report it")
+
+    def catch_up(self, seconds: float) -> None:
+        """Waits until what was posted so far has run, `seconds` at most; not at all while an earlier wait has been in vain.
+
+        So many callers wait no longer together than one of them alone.
+        """
+        behind = self._behind
+        if self._closing or (behind is not None and not behind.is_set()):
+            return
+        ran = threading.Event()
+        self.post(ran.set)
+        if not ran.wait(seconds):
+            self._behind = ran
 
     def close(self) -> bool:
         """Closes every endpoint and destroys the worker; whether nothing was left unfinished. Idempotent."""
@@ -121,24 +166,30 @@ class UcxWorker:
             with contextlib.suppress(Exception):  # a peer that died may have closed it
                 endpoint.close_blocking(period=_CLOSE_NANOSECONDS, max_attempts=1)
             # Where the endpoint had failed by itself, closing it does not end its receives; this does, and leaves other endpoints' alone.
-            self._worker.cancel_inflight_requests(_CLOSE_NANOSECONDS, 1)
+            with contextlib.suppress(Exception):
+                self._worker.cancel_inflight_requests(_CLOSE_NANOSECONDS, 1)
 
     def send(self, endpoint: Any, pairs: Sequence[tuple[np.ndarray, int]], done: Callable[[int], None]) -> None:
-        """Sends arrays (uint8) under their tags."""
-        u = self._bindings
-        self._watch([endpoint.tag_send(self._array(data), u.UCXXTag(tag)) for data, tag in pairs], pairs, done)
+        """Sends arrays (uint8) under their tags. Raises what ucxx raises; `done` is called also then, once those that began have ended."""
+        self._start(endpoint.tag_send, pairs, done)
 
     def say(self, endpoint: Any, message: wire.Message, done: Callable[[int], None] = lambda status: None) -> None:
         """Sends a control message."""
         self.send(endpoint, [(wire.encode(message), wire.CONTROL_TAG)], done)
 
     def receive(self, endpoint: Any, pairs: Sequence[tuple[np.ndarray, int]], done: Callable[[int], None]) -> None:
-        """Receives into arrays (uint8) under their tags."""
-        u = self._bindings
-        self._watch([endpoint.tag_recv(self._array(data), u.UCXXTag(tag)) for data, tag in pairs], pairs, done)
+        """Receives into arrays (uint8) under their tags. Raises as `send` does."""
+        self._start(endpoint.tag_recv, pairs, done)
 
-    def _watch(self, requests: Sequence[Any], held: object, done: Callable[[int], None]) -> None:
-        self._watches.append(_Watch(requests, held, done))
+    def _start(self, start: Callable[..., Any], pairs: Sequence[tuple[np.ndarray, int]], done: Callable[[int], None]) -> None:
+        watch = _Watch(pairs, done)
+        self._watches.append(watch)
+        try:
+            for data, tag in pairs:
+                watch.requests.append(start(self._array(data), self._bindings.UCXXTag(tag)))
+        except BaseException:
+            watch.status = NOT_STARTED
+            raise
 
     def _post_control(self, buffer: np.ndarray) -> None:
         buffer[:] = 0
@@ -155,8 +206,11 @@ class UcxWorker:
                 if not moved and not self._jobs and self._worker.arm():
                     poller.poll(200)
                     self._waker.clear()
+        except Exception as error:  # the bindings raise types of their own
+            self.failure = said(error)
+            _LOG.exception("the ucx agent's thread has ended: nothing is read or served any more")
         finally:
-            self._closing = True  # also where a round has raised: calls then say so instead of waiting
+            self._closing = True
             self._end()
 
     def _end(self) -> None:
@@ -165,8 +219,9 @@ class UcxWorker:
         with contextlib.suppress(Exception):
             self._worker.cancel_inflight_requests(_CLOSE_NANOSECONDS, 1)
         for _ in range(100):
-            if not self._round() and not self._watches:
-                break
+            with contextlib.suppress(Exception):  # what ended the thread may come again
+                if not self._round() and not self._watches:
+                    break
         self._control.clear()
         self._waker.close()
         del self._worker, self._context
@@ -217,14 +272,8 @@ class UcxWorker:
             self._handle(wire.decode(buffer))
         except TransferError:
             self.ignored += 1  # the data port is not authenticated: what is not understood is dropped
-
-
-def environment_tls(transports: Sequence[str] | None) -> tuple[str | None, str]:
-    """(what UCX_TLS is to be, or None for UCX's choice; a sentence that says by whom). The environment wins, as it does for NIXL."""
-    given = os.environ.get("UCX_TLS")
-    if given is not None:
-        ignored = ", which overrides the configuration" if transports is not None else ""
-        return given, f"UCX_TLS={given} from the environment{ignored}"
-    if transports is None:
-        return None, "UCX chooses among all its transports"
-    return ",".join(transports), f"UCX_TLS={','.join(transports)} from the configuration"
+        except Exception:  # nor may it end the thread that everybody needs
+            self.ignored += 1
+            if not self._surprised:
+                self._surprised = True
+                _LOG.exception("a control message of the ucx agent could not be handled; further ones are only counted")
