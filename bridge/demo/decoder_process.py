@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import queue
-import signal
 import sys
 import threading
 from pathlib import Path
@@ -101,8 +100,6 @@ def serve(orders: queue.Queue[str], answers: TextIO, threads: int, block_size: i
 
 def main() -> None:
     """`python -m bridge.demo.decoder_process THREADS BLOCK_SIZE DEVICE`; standard output carries answers only."""
-    # An interrupt at the terminal reaches both processes; the one that was started by hand answers it, and ends this one.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     orders: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_read, args=(sys.stdin, orders), daemon=True).start()
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")

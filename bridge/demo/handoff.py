@@ -40,7 +40,8 @@ class SecondProcess:
 
     def __init__(self, block_size: int, device: str) -> None:
         command = [sys.executable, "-m", "bridge.demo.decoder_process", str(THREADS), str(block_size), device]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        # A group of its own: an interrupt at the terminal is for this process, which ends that one; Python would answer it there, too.
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0)
         self._lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._collect, daemon=True).start()
         self.pid = self._process.pid
@@ -110,7 +111,8 @@ def demonstrate(settings: Settings, progress: Callable[[str], None]) -> Demonstr
     find_weights()
     if settings.keep is not None:
         settings.keep.mkdir(parents=True, exist_ok=True)
-    progress("opening the device; on a CPU its code is compiled first, some 20 s")
+    if settings.device == "cpu":
+        progress("compiling the CPU's code, some 20 s")
     device = open_device(settings.device)
     with contextlib.ExitStack() as cleanup:
         folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="kvbridge-demo-")))

@@ -1,5 +1,6 @@
 """The demonstration as a user runs it: two processes, a real model, real NIXL."""
 
+import contextlib
 import json
 import os
 import re
@@ -7,13 +8,15 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from bridge.wire import read_container
 from bridge.wire.container import verify_container
+from tests.signals import heard
+from tests.waiting import PATIENCE, eventually
 
 ROOT = Path(__file__).parents[2]
 
@@ -106,27 +109,45 @@ def test_a_full_disk_is_a_sentence(arguments, unbuffered):
     assert done.stderr == "kvbridge: standard output cannot be written: no space left on device\n"
 
 
+def running_with(folder):
+    """Processes whose temporary files are to be in this folder."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("TMPDIR") == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_ends_both_processes_quietly(tmp_path, number):
+@pytest.mark.parametrize(
+    ("number", "moment"), [(signal.SIGINT, "as it starts"), (signal.SIGINT, "as it runs"), (signal.SIGTERM, "as it runs")], ids=str
+)
+def test_an_interrupt_ends_both_processes_quietly(tmp_path, number, moment):
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     process = subprocess.Popen(
-        [sys.executable, "-m", "bridge", "demo"], cwd=ROOT, stderr=subprocess.PIPE, env=environment, text=True, start_new_session=True
+        [sys.executable, "-m", "bridge", "demo"],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        env=environment,
+        text=True,
+        start_new_session=True,
+        preexec_fn=heard,
     )
     while "starting the decoder process" not in process.stderr.readline():
         assert process.poll() is None
-    time.sleep(2)
+    if moment == "as it runs":
+        assert eventually(lambda: len(running_with(tmp_path)) == 2)
     if number == signal.SIGINT:
         os.killpg(process.pid, number)
     else:
         process.send_signal(number)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=2 * PATIENCE)
     assert process.returncode == 130, said
     assert "Traceback" not in said
     assert said.splitlines()[-1] == "kvbridge: interrupted"
     assert not list(tmp_path.glob("kvbridge-demo-*")), "private keys are gone"
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
+    assert eventually(lambda: not running_with(tmp_path)), "nor is the second process there"
 
 
 @pytest.mark.slow

@@ -8,21 +8,21 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from bridge.errors import KVBridgeError
-from bridge.handoff import Bounds, Mode
-from tests.handoff.pair import Pair, block_table, manifest, paged_cache, tokens_of
-
-TOKENS = 150
+from bridge.handoff import Mode
+from tests.handoff.pair import BOUNDS, TOKENS, Pair, block_table, manifest, paged_cache, tokens_of
+from tests.waiting import PATIENCE
 
 
 def main() -> None:
     jump, clock = sys.argv[1], Path(os.environ["WALL_CLOCK_OFFSET"])
     with tempfile.TemporaryDirectory() as folder:
-        pair = Pair(Path(folder), bounds=Bounds(connect=4, claim=4, chunk=4, transfer=4, staging=4, lease=8, heartbeat=0.3, silence=4))
+        pair = Pair(Path(folder), bounds=replace(BOUNDS, heartbeat=0.3))
         source = paged_cache(16, 12, seed=1), block_table(16, 12, 2)
         target = paged_cache(64, 4, seed=None), block_table(64, 4, 3)
         offer = pair.prefiller.offer(manifest("r", TOKENS), *source, mode=Mode.STREAM)
@@ -38,9 +38,9 @@ def main() -> None:
         time.sleep(0.8)
         moved, passed = time.time() - before, time.monotonic() - steady
         pair.agent.gate.set()
-        fetch.result(10)
-        offer.wait(5)
-        packing.join(5)
+        fetch.result(PATIENCE)
+        offer.wait(PATIENCE)
+        packing.join(PATIENCE)
         same = np.array_equal(tokens_of(*source, TOKENS), tokens_of(*target, TOKENS))
         # A new connection asks the wall clock for one thing: whether the certificates are valid.
         pair.decoder.close()

@@ -18,7 +18,7 @@ import torch
 from backends.cpu.device import CpuReferenceDevice
 from bridge.errors import KVBridgeError
 from bridge.handoff import Bounds, Decoder, Fetch, Mode, Offer, PeerConfig, Prefiller, Target, create_identity
-from bridge.handoff.errors import LeaseExpired
+from bridge.handoff.errors import CannotListen, LeaseExpired
 from bridge.handoff.loop import LoopThread
 from bridge.pages import BlockTable, PagedCache
 from tests.faults.faulty_agent import FaultyAgent
@@ -26,11 +26,14 @@ from tests.faults.faulty_channel import BY_PORT, Tamper
 from tests.faults.proxy import Proxy
 from tests.handoff.local_agent import LocalAgent
 from tests.handoff.pair import MODEL, block_table, manifest, paged_cache, tokens_of
+from tests.ports import kept_port
 
 TOKENS, CHUNK_TOKENS, CHUNKS = 96, 32, 3
 BOUNDS = Bounds(connect=0.5, claim=0.4, chunk=0.4, transfer=0.25, staging=0.25, lease=0.8, heartbeat=0.1, silence=0.5)
-PATIENCE = 20.0
-"""Seconds after which an end that has not ended counts as hanging: several times the sum of all bounds."""
+UNHURRIED = Bounds(connect=30, claim=30, chunk=30, transfer=30, staging=30, lease=120, heartbeat=0.1, silence=30)
+"""Where nothing is waited for in vain: a busy machine must not end a hand-off before the fault does."""
+PATIENCE = 60.0
+"""Seconds after which an end that has not ended counts as hanging: many times the sum of all bounds."""
 POISON = np.int16(0xCDCD - 0x10000)
 """What the decoder's pages are full of before a hand-off, as 16-bit words."""
 
@@ -121,7 +124,8 @@ class Handoff:
 class Rig:
     """A pair of ends that lives through many hand-offs, as in production."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, bounds: Bounds = BOUNDS) -> None:
+        self.bounds, self.ports = bounds, contextlib.ExitStack()
         self.prefill_identity, self.decode_identity = create_identity("prefill-0", folder), create_identity("decode-0", folder)
         self.agent = FaultyAgent(LocalAgent())
         self.device = FaultyDevice()
@@ -130,9 +134,10 @@ class Rig:
         self.threads = ThreadPoolExecutor(6, thread_name_prefix="rig")
         self.at: dict[str, Callable[[], None]] = {}
         self.met = False
+        self.port = self.ports.enter_context(kept_port())
         self.prefiller = self.new_prefiller()
         self.proxy = Proxy(self.network, self.prefiller.port)
-        for port in (self.prefiller.port, self.proxy.port):
+        for port in (self.port, self.proxy.port):
             BY_PORT[port] = self.tamper
         self.decoder = self.new_decoder()
         self.park_bystander()
@@ -163,15 +168,25 @@ class Rig:
             self.met = True
             action()
 
-    def new_prefiller(self, port: int = 0) -> Prefiller:
+    def new_prefiller(self) -> Prefiller:
+        """Always at the same port. The bounds of hand-offs are too short for a busy machine to open it."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            try:
+                return self._new_prefiller()
+            except CannotListen:
+                if time.monotonic() > deadline:
+                    raise
+
+    def _new_prefiller(self) -> Prefiller:
         return Prefiller(
             self.prefill_identity,
             {"decode-0": PeerConfig(self.decode_identity.certificate)},
             self.device,
             self.agent,
             staging_bytes=1 << 20,
-            port=port,
-            bounds=BOUNDS,
+            port=self.port,
+            bounds=self.bounds,
             stream_depth=1,
             observe=lambda step, details: self._step(f"prefiller {step}", details),
         )
@@ -183,7 +198,7 @@ class Rig:
             self.device,
             self.agent,
             staging_bytes=1 << 20,
-            bounds=BOUNDS,
+            bounds=self.bounds,
             observe=lambda step, details: self._step(f"decoder {step}", details),
         )
 
@@ -253,6 +268,7 @@ class Rig:
         self.proxy.close()
         self.network.close()
         self.threads.shutdown()
+        self.ports.close()
 
 
 def outcome(work: Callable[[], Any]) -> tuple[str, BaseException | None]:

@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,22 +78,22 @@ class Worker:
             rig.close()
 
 
-def _process(first: int, end: int, step: int, seed: int, rigs: int, seconds: float, verified: bool, answers: Any) -> None:
+def _process(numbers: Sequence[int], seed: int, rigs: int, seconds: float, verified: bool, answers: Any) -> None:
     faulty_channel.install()
     if not verified:
         without_verification()
     sys.setswitchinterval(0.0005)
-    worker = Worker(iter(range(first, end, step)), seed, rigs, time.monotonic() + seconds)
+    worker = Worker(iter(numbers), seed, rigs, time.monotonic() + seconds)
     worker.run()
     answers.put((worker.rows, worker.wrong))
 
 
-def run(runs: int, seed: int, *, first: int = 0, processes: int = 2, rigs: int = 6, seconds: float = 1800, verified: bool = True) -> Any:
-    """(rows, what was wrong) of the runs [first, first + runs), in fresh processes. Stops after `seconds`."""
+def run(numbers: Sequence[int], seed: int, *, processes: int = 2, rigs: int = 6, seconds: float = 1800, verified: bool = True) -> Any:
+    """(rows, what was wrong) of the runs of these numbers, in fresh processes. Stops after `seconds`."""
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     started = [
-        context.Process(target=_process, args=(first + share, first + runs, processes, seed, rigs, seconds, verified, answers), daemon=True)
+        context.Process(target=_process, args=(numbers[share::processes], seed, rigs, seconds, verified, answers), daemon=True)
         for share in range(processes)
     ]
     for process in started:
@@ -158,9 +159,8 @@ def main() -> int:
     while runs > 0 and len(wrong) < MAX_WRONG and time.monotonic() - start < options.seconds:
         count = min(batch, runs)
         more_rows, more_wrong = run(
-            count,
+            range(first, first + count),
             options.seed,
-            first=first,
             processes=min(options.processes, count),
             rigs=options.rigs,
             seconds=options.seconds - (time.monotonic() - start),

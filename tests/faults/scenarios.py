@@ -157,11 +157,11 @@ def _expire(rig: Rig, made: Handoff, rng: random.Random) -> list[Handoff]:
 
 
 def _restart_prefiller(rig: Rig, made: Handoff, rng: random.Random) -> list[Handoff]:
-    port, held = rig.prefiller.port, rig.bystander
+    held = rig.bystander
     rig.prefiller.close()
     if held._lease.live:
         raise Wrong("a lease outlived its prefiller")
-    rig.prefiller = rig.new_prefiller(port)
+    rig.prefiller = rig.new_prefiller()
     rig.park_bystander()
     said, error = outcome(lambda: rig.decoder.fetch(made.offer.ticket, Target(*made.target.handed, MODEL)))
     if said == "right":

@@ -1,5 +1,6 @@
 """A process that plays one end of hand-offs over any agent, one order a line, until it is killed or its input ends.
 
+Each order is answered with one line. A fetch with `tell` says before that when it first comes to the step of that name.
 Driven by test_restart.py on one host, and by tests/netns between two.
 """
 
@@ -35,6 +36,14 @@ def main() -> None:
     host = plan.get("host", "127.0.0.1")
     peers = {other: PeerConfig(folder / f"{other}.crt", host, plan["port"])}
     serves = plan["role"] == "prefiller"
+    telling = ""
+
+    def observe(step: str, details: dict[str, Any]) -> None:
+        nonlocal telling
+        if step == telling:
+            telling = ""
+            say(step=step)
+
     agent = open_agent(
         plan.get("agent", "nixl"),
         f"served-{os.getpid()}",
@@ -52,10 +61,11 @@ def main() -> None:
         )
         say(port=prefiller.port)
     else:
-        decoder = Decoder(identity, peers, CpuReferenceDevice(), agent, staging_bytes=staging, bounds=bounds)
+        decoder = Decoder(identity, peers, CpuReferenceDevice(), agent, staging_bytes=staging, bounds=bounds, observe=observe)
         say(port=0)
     for line in sys.stdin:
         order = json.loads(line)
+        telling = order.get("tell", "")
         if order.get("state"):
             say(staging=(prefiller if serves else decoder).staging()[0], counters=(prefiller if serves else decoder).counters.snapshot())
             continue

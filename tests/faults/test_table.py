@@ -6,7 +6,7 @@ import pytest
 
 from backends.cpu import reference
 from tests.faults.faulty_agent import DATA_FAULTS
-from tests.faults.rig import Ended, Rig, Wrong
+from tests.faults.rig import UNHURRIED, Ended, Rig, Wrong
 from tests.faults.run import printed, run, table
 from tests.faults.scenarios import CELLS, FAULTS
 
@@ -17,21 +17,34 @@ CORRUPTING = ("lose", "truncate", "reorder", "misdirect", "corrupt")
 
 @pytest.mark.slow
 def test_every_fault_at_every_step_ends_in_the_right_bytes_or_a_typed_counted_failure():
-    rows, wrong = run(len(CELLS), SEED, rigs=8)
+    rows, wrong = run(range(len(CELLS)), SEED, rigs=8)
     assert wrong == []
     assert len(rows) == len(CELLS)
     counted = table(rows)
-    met = {fault for (fault, _), (count, *_) in counted.items() if count}
-    assert met == {fault.name for fault in FAULTS}, "every fault was met somewhere"
-    assert sum(count > 0 for count, *_ in counted.values()) > 0.85 * len(CELLS), "and at nearly every step, by this seed"
+    for again in (1, 2):
+        if met_at_nearly_every_step(counted):
+            break
+        # Some cannot be met by every seed; on a busy machine a time-out may come first. Tried anew, and fewer at a time.
+        unmet = [number + again * len(CELLS) for number, (count, *_) in enumerate(counted.values()) if not count]
+        more, wrong = run(unmet, SEED, rigs=2)
+        assert wrong == []
+        rows += more
+        counted = table(rows)
+    assert met_at_nearly_every_step(counted), "\n".join(printed(counted))
     for kind in CORRUPTING:
         said = [decoders for (fault, _), (_, decoders, _) in counted.items() if fault == f"data: {kind}"]
         assert not any(counts["right"] for counts in said), "bytes that are others were never accepted"
 
 
+def met_at_nearly_every_step(counted):
+    """Whether every fault was met somewhere, and most at each of their steps."""
+    met = {fault for (fault, _), (count, *_) in counted.items() if count}
+    return met == {fault.name for fault in FAULTS} and sum(count > 0 for count, *_ in counted.values()) > 0.85 * len(CELLS)
+
+
 @pytest.fixture
 def rig(tmp_path):
-    made = Rig(tmp_path)
+    made = Rig(tmp_path, UNHURRIED)
     yield made
     made.close()
 
@@ -47,7 +60,7 @@ def test_without_verification_the_judge_finds_wrong_content(rig, monkeypatch, ki
 
 
 def goes_wrong(rig, fault, step, number, attempt):
-    """Whether this run ended in wrong content. On a busy machine one may end in a time-out first, and shows nothing."""
+    """Whether this run ended in wrong content. What is corrupted may be a tag, or bytes that come right."""
     try:
         fault.run(rig, step, random.Random(1000 * attempt + number))
     except Wrong as found:

@@ -12,9 +12,7 @@ from typing import Any
 from backends.cpu.device import CpuReferenceDevice
 from bridge.handoff import Bounds, Decoder, Identity, Mode, PeerConfig, Prefiller, Ticket
 from bridge.transfer.nixl import NixlAgent
-from tests.handoff.pair import MODEL, block_table, manifest, paged_cache
-
-TOKENS = 150
+from tests.handoff.pair import MODEL, TOKENS, block_table, manifest, paged_cache
 
 
 def main() -> None:
@@ -38,8 +36,9 @@ def main() -> None:
         )
         offer = prefiller.offer(manifest("r", TOKENS), paged_cache(16, 12, 1), block_table(16, 12, 2), mode=Mode.STREAM)
         print(json.dumps({"port": prefiller.port, "ticket": offer.ticket.to_dict()}), flush=True)
+        offer.wait_claimed()
         offer.advance(TOKENS)
-        offer.wait(10)
+        offer.wait(60)
         sys.stdin.read()
     else:
         decoder = Decoder(identity, {other: peer}, CpuReferenceDevice(), agent, staging_bytes=1 << 22, bounds=bounds, observe=observe)

@@ -88,7 +88,7 @@ def test_two_that_settle_at_once_free_it_once():
     extent, both = pool.try_take(5000), threading.Barrier(2)
 
     def settled():
-        both.wait(10)
+        both.wait(PATIENCE)
         return True
 
     pool.quarantine(extent, settled)
@@ -97,7 +97,7 @@ def test_two_that_settle_at_once_free_it_once():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(PATIENCE)
     assert sorted(found) == [False, True]
     assert pool.used == 0
     assert pool.try_take(1 << 16) is not None, "it is free once, and merged"

@@ -27,10 +27,12 @@ ROOT = Path(__file__).resolve().parents[2]
 CUT_SECONDS = 20.0
 """TCP sends again when 63 and 127 times its first time-out have passed, 0.2 to 0.3 s: left alone, it heals 5 to 18 seconds late."""
 HEALED_SECONDS = 15.0
-"""On a free machine 2 to 6; two cores that run everything else of a test suite may take longer."""
-BOUNDS = {"connect": 2, "claim": 3, "chunk": 6, "transfer": 4, "staging": 5, "lease": 40, "heartbeat": 0.5, "silence": 3}
+"""On a free machine 2 to 6. A busy one has as long again as two of its own hand-offs took before the cut."""
+BOUNDS = {"connect": 10, "claim": 10, "chunk": 10, "transfer": 4, "staging": 10, "lease": 60, "heartbeat": 0.5, "silence": 5}
+"""Silence ends what the cut met, and `transfer` a read over a connection that died unnoticed. What goes well must never come to one."""
 TOKENS = 4096
-"""6.3 MB: half a second at the link's rate."""
+"""6.3 MB: half a second at the link's rate, and eight for three hand-offs at once at the rate at which it is cut."""
+RATE, SLOW_RATE = "100mbit", "20mbit"
 CLAUSES = ("peer_lost", "transfer_failed", "transfer_timeout", "timeout", "cannot_connect")
 
 
@@ -67,14 +69,19 @@ class Healed:
     """What one pair went through."""
 
     during: str = ""
+    before: float = 0.0
+    """Seconds of the slower of two hand-offs before the cut, the first of which connects."""
     failed_after: tuple[str, ...] = ()
     seconds: float = float("inf")
     staging: int = -1
     settled: float = 0.0
 
 
-def live_through(net, folder, kind, port, idle, ready, healed):
-    """One pair of processes: a hand-off before the cut, one in it unless idle, and hand-offs after it until one is right."""
+def live_through(net, folder, kind, port, idle, ready, cut, healed):
+    """One pair of processes: hand-offs before the cut, one in it unless idle, and hand-offs after it until one is right.
+
+    ready: the link becomes slow when all pairs are there. cut: it is cut, when all have a read under way that are not idle.
+    """
     found = Healed()
     with contextlib.ExitStack() as ends:
         served = []
@@ -87,11 +94,16 @@ def live_through(net, folder, kind, port, idle, ready, healed):
             return decoder.order(ticket=prefiller.order(name="r", seed=seed)["ticket"], seed=seed)
 
         for seed in (1, 2):
+            start = time.monotonic()
             assert cross(seed)["right"]
+            found.before = max(found.before, time.monotonic() - start)
         offered = prefiller.order(name="r", seed=3)["ticket"]
         ready.wait(150)
         if not idle:
-            answer = decoder.order(ticket=offered, seed=3)
+            assert decoder.order(ticket=offered, seed=3, tell="reading") == {"step": "reading"}
+        cut.wait(150)
+        if not idle:
+            answer = decoder.said()
             found.during = answer.get("failed") or ("right" if answer["right"] else "wrong")
         assert healed.wait(150)
         start, seed, failed = time.monotonic(), 4, []
@@ -117,26 +129,29 @@ def test_every_agent_is_used_again_seconds_after_a_silent_cut(tmp_path):
     for name in ("prefill-0", "decode-0"):
         create_identity(name, tmp_path)
     pairs = [(kind, False) for kind in KINDS if installed(kind)] + [("nixl", True)]
-    ready, healed = threading.Barrier(len(pairs) + 1), threading.Event()
+    healed = threading.Event()
     with links.network() as net, ThreadPoolExecutor(len(pairs)) as threads:
-        net.shape("100mbit")
+        ready = threading.Barrier(len(pairs) + 1, lambda: net.shape(SLOW_RATE))
+        cut = threading.Barrier(len(pairs) + 1, lambda: net.silence(True))
+        net.shape(RATE)
         lived = [
-            threads.submit(live_through, net, tmp_path, kind, 47120 + number, idle, ready, healed)
+            threads.submit(live_through, net, tmp_path, kind, 47120 + number, idle, ready, cut, healed)
             for number, (kind, idle) in enumerate(pairs)
         ]
         try:
             ready.wait(150)
-            time.sleep(0.1)
-            net.silence(True)
+            cut.wait(150)
             time.sleep(CUT_SECONDS)
+            net.shape(RATE)
             net.silence(False)
         finally:
-            ready.abort()
+            for barrier in (ready, cut):
+                barrier.abort()
             healed.set()
         rows = {pair: one.result() for pair, one in zip(pairs, lived, strict=True)}
     for (kind, idle), found in rows.items():
         assert idle or found.during in CLAUSES, (kind, found)
-        assert found.seconds < HEALED_SECONDS, (kind, idle, found)
+        assert found.seconds < HEALED_SECONDS + 2 * found.before, (kind, idle, found)
         # Of a connection that died unnoticed one hand-off may have to find out. Unmended, none was right any more.
         assert len(found.failed_after) <= 1, (kind, idle, found)
         assert set(found.failed_after) <= set(CLAUSES), (kind, idle, found)

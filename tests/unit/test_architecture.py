@@ -33,10 +33,8 @@ def test_there_is_something_to_check():
     assert len(MODULES) > 30
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", [path for path in MODULES if not ROOMS & set(path.parents)], ids=lambda path: str(path.relative_to(ROOT)))
 def test_bridge_knows_no_vendor(path):
-    if ROOMS & set(path.parents):
-        return
     names = set(imported(path))
     assert not {name.split(".")[0] for name in names} & (VENDORS | {"backends"})
     assert not {name for name in names if name.startswith(("torch.cuda", "torch.xpu"))}

@@ -7,6 +7,8 @@ import time
 
 import pytest
 
+from tests.signals import heard
+
 PROGRAM = """
 import os, signal, sys, time, weakref
 from bridge.__main__ import kvbridge
@@ -84,7 +86,9 @@ PLACES = ["in_a_callback", "in_del", "caught", "turned", "lost_twice", "become_a
 
 @pytest.mark.parametrize(("where", "number"), [(where, ("SIGINT", "SIGTERM")[i % 2]) for i, where in enumerate(PLACES)])
 def test_a_signal_ends_the_command_wherever_it_comes(where, number):
-    done = subprocess.run([sys.executable, "-c", PROGRAM.format(where=where, number=number)], capture_output=True, text=True, timeout=50)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(where=where, number=number)], capture_output=True, text=True, timeout=50, preexec_fn=heard
+    )
     assert done.returncode == 130, done.stderr
     assert done.stdout == ("clean\n" if where == "in_clean_up" else "")
     assert "Traceback" not in done.stderr
@@ -96,7 +100,7 @@ def test_what_is_no_signal_is_still_told():
     program = PROGRAM.format(where="fails", number="SIGINT").replace(
         "def run(_)", "def fails():\n    raise RuntimeError('ours')\n\ndef run(_)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, preexec_fn=heard)
     assert done.returncode == 1
     assert "RuntimeError: ours" in done.stderr
 
@@ -107,7 +111,7 @@ def test_a_signal_after_the_end_changes_nothing():
         .replace("time.sleep(60)", "pass")
         .replace("sys.exit(kvbridge())", "code = kvbridge(); signalled(); sys.exit(code)")
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, preexec_fn=heard)
     assert (done.returncode, done.stdout) == (0, "went on\n"), done.stderr
 
 
@@ -126,7 +130,7 @@ sys.meta_path.insert(0, Finder())
 sys.argv = ["kvbridge", "doctor"]
 sys.exit(kvbridge())
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, preexec_fn=heard)
     assert (done.returncode, done.stderr) == (130, "kvbridge: interrupted\n")
 
 
@@ -134,14 +138,18 @@ def test_what_was_ignored_stays_ignored():
     """nohup, and a script's `command &`."""
     program = PROGRAM.format(where="signalled", number="SIGHUP").replace("time.sleep(60)", "pass")
     program = program.replace("def run(_)", "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n\ndef run(_)")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, preexec_fn=heard)
     assert (done.returncode, done.stdout) == (0, "went on\n"), done.stderr
 
 
 def test_a_terminal_that_goes_ends_the_command():
     """Private keys of `doctor` and `demo` must not stay behind."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(where="in_clean_up", number="SIGHUP")], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", PROGRAM.format(where="in_clean_up", number="SIGHUP")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=heard,
     )
     assert (done.returncode, done.stdout) == (130, "clean\n")
 
@@ -150,9 +158,14 @@ def test_a_terminal_that_goes_ends_the_command():
 def test_the_exit_code_does_not_depend_on_who_reads(how):
     command = [sys.executable, "-c", PROGRAM.format(where="signalled", number="SIGINT")]
     if how == "closed":
-        assert subprocess.run(["/bin/sh", "-c", 'exec "$@" 2>&-', "sh", *command], stdout=subprocess.PIPE, timeout=60).returncode == 130
+        assert (
+            subprocess.run(
+                ["/bin/sh", "-c", 'exec "$@" 2>&-', "sh", *command], stdout=subprocess.PIPE, timeout=60, preexec_fn=heard
+            ).returncode
+            == 130
+        )
         return
-    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, preexec_fn=heard)
     process.stderr.close()
     assert process.wait(60) == 130
 
@@ -160,7 +173,7 @@ def test_the_exit_code_does_not_depend_on_who_reads(how):
 def test_signals_at_the_end_change_nothing():
     """Python puts back default handlers while it ends."""
     program = PROGRAM.format(where="print", number="SIGINT").replace("time.sleep(60)", 'print("here", flush=True); time.sleep(60)')
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heard)
     while process.stdout.readline() != "here\n":
         assert process.poll() is None
     while process.poll() is None:

@@ -28,10 +28,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def rig():
+def rig(request):
     made = Rig()
     yield made
-    made.close()
+    made.close(keep=request.session.testsfailed > 0)
     if os.environ.get("KVBRIDGE_VLLM_TIMES"):
         for what, seconds in made.boots:
             print(f"\nboot {seconds:6.1f} s  {what}")

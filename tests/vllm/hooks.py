@@ -75,6 +75,16 @@ class Hooks:
         tensors = [tensor.contiguous().view(torch.uint8).flatten(1).cpu().numpy() for tensor in self.kvb_tensors().values()]
         return [hashlib.sha256(b"".join(tensor[page].tobytes() for tensor in tensors)).hexdigest() for page in range(len(tensors[0]))]
 
+    def kvb_run_out(self) -> None:
+        """The time of every lease has passed, as if nobody had been heard of for so long."""
+        worker = self.kvb_worker()
+        if worker is None or worker._prefiller is None:
+            return
+        leases = worker._prefiller._leases
+        with leases.lock:
+            for lease in leases._live.values():
+                lease.deadline = 0.0
+
     # What happens at a step of the hand-off.
 
     def kvb_at(self, side: str, step: str, action: str, number: int = 0, seconds: float = 0.0) -> None:

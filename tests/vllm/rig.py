@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -14,7 +15,8 @@ from tests.vllm.engine import Engine, Finished, free_ports
 from tests.vllm.models import sensitive_model
 
 NAMES = {"prefiller": "prefill-0", "decoder": "decode-0"}
-BOUNDS = {"connect": 5, "claim": 5, "chunk": 20, "transfer": 20, "staging": 10, "lease": 20, "heartbeat": 0.5, "silence": 4}
+BOUNDS = {"connect": 30, "claim": 30, "chunk": 30, "transfer": 30, "staging": 30, "lease": 60, "heartbeat": 0.5, "silence": 30}
+"""Nothing that goes well takes so long. A death is noticed by its connection; `Pair.run_out` has a lease's time pass."""
 OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
 OVERLAY = "KVBRIDGE_VLLM_SETTINGS"
 """More of LLM's arguments, as JSON, for engines on other machines than CI's: docs/ci.md has those for one NVIDIA card."""
@@ -88,13 +90,21 @@ class Rig:
         for engine in engines:
             engine.wait_ready()
             engine.rpc("calm")
+        engines[0].rpc("run_out")  # what an earlier test has left on offer
         if time.monotonic() - start > 3:
             self.boots.append((f"{prefiller} {decoder}", time.monotonic() - start))
         return Pair(*engines)
 
-    def close(self) -> None:
+    def close(self, keep: bool = False) -> None:
+        """keep: what the engines said; private keys are gone in any case."""
         for engine in self._engines.values():
             engine.close()
+        for key in self.folder.glob("*.key"):
+            key.unlink()
+        if keep:
+            print(f"\nthe engines' logs are in {self.folder}")
+        else:
+            shutil.rmtree(self.folder)
 
 
 class Pair:
@@ -138,6 +148,10 @@ class Pair:
         self.decoder.order("pause")
         self.decoder.abort(self.decoder.add(prompt, 1, params))
         self.decoder.order("resume")
+
+    def run_out(self) -> None:
+        """The time of every lease on offer has passed."""
+        self.prefiller.rpc("run_out")
 
     def assert_empty(self) -> None:
         self.prefiller.assert_empty()

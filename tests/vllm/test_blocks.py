@@ -4,8 +4,10 @@ import time
 
 import pytest
 
+from tests.vllm.engine import free_ports
 from tests.vllm.models import prompt
-from tests.vllm.rig import OFFER, free_ports, offer
+from tests.vllm.rig import OFFER, offer
+from tests.waiting import PATIENCE
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -13,6 +15,8 @@ SMALL_STAGING = {"extra": {"staging_bytes": 1 << 20, "chunk_tokens": 32}}
 """A payload of 900 tokens has 5.5 MB."""
 DELAY = 1.0
 """Seconds between the prefiller's answer and the decoder's question, as a router under load takes them."""
+LONG_DELAY = 6.0
+"""The same where the blocks' time is measured, of which a step of a busy engine is part."""
 
 
 def steps_until_free(engine, tokens):
@@ -78,7 +82,9 @@ def test_a_prefill_in_many_steps_that_finds_staging_full_counts_it_once(rig):
 def test_held_requests_that_nobody_asks_for_are_given_up(rig):
     pair = rig.pair(SMALL_STAGING)
     pair.prefill(prompt(900, seed=33))
-    pair.prefiller.assert_empty(60)
+    assert pair.prefiller.counters()["leases"] == 1
+    pair.run_out()
+    pair.prefiller.assert_empty()
 
 
 @pytest.mark.boots
@@ -93,19 +99,19 @@ def test_several_held_at_once(rig):
 
 
 def hold_seconds(pair, tokens, params):
-    """Seconds from the prefiller's answer until its blocks are free, with a decoder that is called DELAY later."""
+    """Seconds from the prefiller's answer until its blocks are free, with a decoder that is called LONG_DELAY later."""
     done = pair.prefiller.generate(tokens, 1, params)
     start, free_after = time.monotonic(), None
     asked = None
     while free_after is None:
         if pair.prefiller.state()["free"] == pair.prefiller.ready["free"]:
             free_after = time.monotonic() - start
-        if asked is None and time.monotonic() - start > DELAY:
+        if asked is None and time.monotonic() - start > LONG_DELAY:
             asked = pair.decoder.add(tokens, 8, done.params)
-        assert time.monotonic() - start < 60
+        assert time.monotonic() - start < LONG_DELAY + PATIENCE
         time.sleep(0.005)
     if asked is None:
-        time.sleep(max(0.0, DELAY - (time.monotonic() - start)))
+        time.sleep(max(0.0, LONG_DELAY - (time.monotonic() - start)))
         asked = pair.decoder.add(tokens, 8, done.params)
     return free_after, pair.decoder.wait(asked)
 
@@ -126,6 +132,6 @@ def test_hold_time_beside_the_stock_connector(rig, capsys):
     theirs, found = hold_seconds(pair, tokens, {**OFFER, "remote_engine_id": None, "remote_block_ids": None})
     assert found.tokens == right
     with capsys.disabled():
-        print(f"\nblocks held after the prefill: {ours * 1e3:.0f} ms here, {theirs * 1e3:.0f} ms with NixlConnector; asked after {DELAY} s")
-    assert ours < DELAY / 2
-    assert theirs >= DELAY
+        print(f"\nblocks held after the prefill: {ours:.3f} s here, {theirs:.3f} s with NixlConnector; asked after {LONG_DELAY} s")
+    assert ours < LONG_DELAY / 2
+    assert theirs >= LONG_DELAY
