@@ -131,7 +131,7 @@ def adapter_digest(folder: Path, *, whole: bool = False) -> bytes:
     if not isinstance(fields, dict):
         raise BadConfig(f"{config} holds no object")
     fields.pop("base_model_name_or_path", None)
-    return hashlib.sha256(b"kvbridge adapter 1\0" + _text(fields) + b"\0" + file_digest(weights, whole)).digest()
+    return hashlib.sha256(b"kvbridge adapter 1\0" + _text(fields) + b"\0" + file_digest(weights, whole, opaque=(".bin", ".pt"))).digest()
 
 
 def _text(config: Mapping[str, Any]) -> bytes:

@@ -37,18 +37,16 @@ def weight_files(weights: str | Path | Sequence[str | Path]) -> list[Path]:
     raise BadWeights(f"the folder {folder} holds {found}", remedy="name the weight files themselves")
 
 
-def file_digest(path: Path, whole: bool) -> bytes:
+def file_digest(path: Path, whole: bool, opaque: tuple[str, ...] = (".gguf",)) -> bytes:
     """SHA-256 over a file's tensors: their names, shapes and dtypes (safetensors), the size, and the data.
 
-    whole: all of the data, or the first, the last and 64 evenly spaced slices of 4 KiB. Raises BadWeights.
+    whole: all of the data, or the first, the last and 64 evenly spaced slices of 4 KiB. opaque: endings of files that are data from their
+    first byte on; every other file is safetensors. Raises BadWeights.
     """
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            header = path.suffix == ".safetensors"
-            description, start = (
-                _safetensors_header(file, size, path) if header else (path.suffix[1:].encode("utf-8", "surrogateescape"), 0)
-            )
+            description, start = (path.suffix[1:].encode(), 0) if path.suffix in opaque else _safetensors_header(file, size, path)
             digest = hashlib.sha256(struct.pack("<QQ", size - start, len(description)) + description)
             if whole:
                 file.seek(start)

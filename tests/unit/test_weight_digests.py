@@ -87,3 +87,10 @@ def test_weights_in_pytorchs_own_form_count_too(tmp_path, data):
     one = adapter_digest(folder)
     (folder / "adapter_model.bin").write_bytes(data[::-1].tobytes())
     assert one != adapter_digest(folder)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights"])
+def test_a_model_of_other_files_is_refused(tmp_path, data, name):
+    (tmp_path / name).write_bytes(data.tobytes())
+    with pytest.raises(BadWeights, match="no safetensors"):
+        model_digest(CONFIG, tmp_path / name)
