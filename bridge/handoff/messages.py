@@ -21,11 +21,11 @@ import msgspec
 from msgspec import Meta
 
 from bridge.handoff.errors import ProtocolError
+from bridge.transfer.agent import MAX_METADATA_BYTES
 from bridge.wire.manifest import MAX_MANIFEST_BYTES, MAX_RANKS
 
 PROTOCOL_MAJOR, PROTOCOL_MINOR = 0, 2
 MAX_MESSAGE_BYTES = 2 * MAX_MANIFEST_BYTES
-MAX_METADATA_BYTES = 1 << 20
 
 U32: TypeAlias = Annotated[int, Meta(ge=0, lt=2**32)]
 U64: TypeAlias = Annotated[bytes, Meta(min_length=8, max_length=8)]
