@@ -8,7 +8,7 @@ import pytest
 
 from bridge.transfer.nixl import NixlAgent
 from tests.transfer import agents
-from tests.transfer.serving import KEPT, MIB, Serving
+from tests.transfer.serving import MIB, Serving, closing
 
 
 @pytest.fixture(params=agents.KINDS)
@@ -20,16 +20,12 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def make(kind: str) -> Iterator[Callable[..., Any]]:
     """Makes agents of the kind, which only read unless told otherwise, over TCP, and closes them."""
-    made: list[Any] = []
 
     def one(name: str = "decoder", *, serves: bool = False, **settings: Any) -> Any:
-        made.append(agents.make(kind, name, serves=serves, files=agents.identities(), **settings))
-        return made[-1]
+        return agents.make(kind, name, serves=serves, files=agents.identities(), **settings)
 
-    yield one
-    for agent in made:
-        agent.close()
-    KEPT.clear()
+    with closing(one) as made:
+        yield made
 
 
 # Not longer than these tests: NIXL's thread in it keeps a core half busy.
@@ -60,17 +56,12 @@ def reader() -> Iterator[NixlAgent]:
 @pytest.fixture
 def make_agent() -> Iterator[Callable[..., NixlAgent]]:
     """Makes NIXL agents that only read, over TCP unless told otherwise, and closes them."""
-    made: list[NixlAgent] = []
 
-    def make(name: str = "decoder", **settings: object) -> NixlAgent:
-        settings = {"transports": ["tcp"], "serves": False} | settings
-        made.append(NixlAgent(name, **settings))  # type: ignore[arg-type]
-        return made[-1]
+    def one(name: str = "decoder", **settings: object) -> NixlAgent:
+        return NixlAgent(name, **({"transports": ["tcp"], "serves": False} | settings))  # type: ignore[arg-type]
 
-    yield make
-    for agent in made:
-        agent.close()
-    KEPT.clear()
+    with closing(one) as made:
+        yield made
 
 
 @pytest.fixture

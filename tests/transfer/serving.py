@@ -8,6 +8,7 @@ line, "release" releases what it registered first, fills it with 0xEE and prints
 from __future__ import annotations
 
 import base64
+import contextlib
 import ctypes
 import json
 import os
@@ -16,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,22 @@ def content(nbytes: int, seed: int) -> np.ndarray:
 
 
 KEPT: list[np.ndarray] = []
-"""Registered memory must outlive its agent; the fixture `make_agent` empties this after it has closed its agents."""
+"""Registered memory must outlive its agent; `closing` empties this after it has closed its agents."""
+
+
+@contextlib.contextmanager
+def closing(make: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """`make`, whose agents are closed at the end, and then the memory that was registered with them is let go."""
+    made: list[Any] = []
+
+    def one(*arguments: Any, **settings: Any) -> Any:
+        made.append(make(*arguments, **settings))
+        return made[-1]
+
+    yield one
+    for agent in made:
+        agent.close()
+    KEPT.clear()
 
 
 def memory_of(array: np.ndarray) -> Memory:

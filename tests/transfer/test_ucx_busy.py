@@ -13,7 +13,7 @@ from bridge.transfer.agent import ReadRange, RemoteMemory
 from bridge.transfer.errors import AgentUnavailable, PeerUnreachable, TransferFailed, TransferTimeout
 from bridge.transfer.ucx import agent as ucx_agent
 from tests.transfer import agents
-from tests.transfer.serving import KEPT, MIB, content, memory_of, poisoned, read_all
+from tests.transfer.serving import MIB, closing, content, memory_of, poisoned, read_all
 from tests.transfer.test_release import until_released
 from tests.waiting import eventually
 
@@ -22,16 +22,8 @@ pytestmark = pytest.mark.ucxx
 
 @pytest.fixture
 def make():
-    made = []
-
-    def one(name, **settings):
-        made.append(agents.make("ucx", name, serves=name == "owner", files={}, **settings))
-        return made[-1]
-
-    yield one
-    for agent in made:
-        agent.close()
-    KEPT.clear()
+    with closing(lambda name, **settings: agents.make("ucx", name, serves=name == "owner", files={}, **settings)) as made:
+        yield made
 
 
 @pytest.fixture

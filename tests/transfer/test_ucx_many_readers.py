@@ -12,7 +12,7 @@ import pytest
 
 from bridge.transfer.agent import ReadRange, RemoteMemory
 from tests.transfer import agents
-from tests.transfer.serving import KEPT, MIB, ROOT, Serving, content, memory_of, poisoned, read_all, wait
+from tests.transfer.serving import MIB, ROOT, Serving, closing, content, memory_of, poisoned, read_all, wait
 from tests.transfer.test_release import until_released
 
 pytestmark = pytest.mark.ucxx
@@ -38,16 +38,8 @@ agent._worker.call(say_half, 60)
 
 @pytest.fixture
 def make():
-    made = []
-
-    def one(name, **settings):
-        made.append(agents.make("ucx", name, serves=False, files={}, **settings))
-        return made[-1]
-
-    yield one
-    for agent in made:
-        agent.close()
-    KEPT.clear()
+    with closing(lambda name, **settings: agents.make("ucx", name, serves=False, files={}, **settings)) as made:
+        yield made
 
 
 def seconds_of_a_read(peer, memory, target):
