@@ -29,6 +29,8 @@ def main(which: str) -> None:
         if cache != "auto" and (dim % 32 or dtype is torch.float16):
             continue
         isa = _get_attn_isa(dtype, block, dim, cache)
+        if cache != "auto" and isa == "vec16":  # blocks that are no multiple of 32: vLLM keeps no fp8 in them
+            continue
         tensor = torch.empty((2, 3, block, 2 * dim), dtype=dtype if cache == "auto" else torch.uint8)
         if which == "wrong":
             other = "vec" if isa == "amx" else "amx"
