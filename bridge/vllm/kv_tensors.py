@@ -72,7 +72,13 @@ def check_order(tensor: torch.Tensor, dtype: torch.dtype, cache_dtype: str, on_c
     # Whole numbers from -8 to 8 are exact in every type that a cache can have.
     key, value = (torch.randint(-8, 9, (len(slots), heads, dim), generator=generator).to(dtype) for _ in "kv")
     halves = pages.view(blocks, heads, 2 * block_size, dim).chunk(2, dim=2)
-    cpu_attn_reshape_and_cache(key, value, *halves, slots, on_cpu, k_scale=1.0, v_scale=1.0, kv_cache_dtype=cache_dtype)
+    try:
+        cpu_attn_reshape_and_cache(key, value, *halves, slots, on_cpu, k_scale=1.0, v_scale=1.0, kv_cache_dtype=cache_dtype)
+    except RuntimeError as error:
+        raise UnsupportedEngine(
+            f"vLLM's own kernel does not write a cache of type {cache_dtype} in blocks of {block_size} tokens ({on_cpu}): {error}",
+            remedy="take another --kv-cache-dtype, or a --block-size that is a multiple of 32",
+        ) from error
     described = describe(pages, element, (1.0, 1.0), on_cpu)
     page, position = slots // block_size, slots % block_size
     for side, written in zip(described.sides, (key, value), strict=True):

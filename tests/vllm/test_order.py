@@ -38,3 +38,11 @@ def test_another_order_is_refused():
         assert "keeps a cache" in said, case
         assert "order that is not the one known here" in said
         assert "vLLM 0.32" in said
+
+
+def test_what_the_kernel_does_not_write_is_refused():
+    found = run("refused")
+    assert len(found) == 4
+    for case, said in found.items():
+        assert "does not write a cache of type fp8_e4m3 in blocks of " in said, case
+        assert "a multiple of 32" in said
