@@ -11,6 +11,8 @@ from bridge.transfer.errors import AgentUnavailable
 from bridge.transfer.nixl import NixlAgent
 from bridge.transfer.nixl import library as nixl_library
 from bridge.transfer.ucx import library as ucx_library
+from bridge.transfer.ucx import worker as ucx_worker
+from bridge.transfer.ucx.worker import UcxWorker
 from bridge.transfer.ucx_environment import STARTING
 from tests.transfer import agents
 
@@ -93,3 +95,25 @@ def test_loading_ucxx_takes_back_its_own_variables_and_nobody_elses(monkeypatch)
     monkeypatch.undo()
     assert os.environ.pop("ANOTHER_THREADS", None) == "1"
     assert os.environ.pop("UCX_MADE_UP", None) is None
+
+
+@pytest.mark.parametrize("given", [None, "off"])
+def test_reads_of_device_memory_are_left_on_unless_the_operator_says_otherwise(monkeypatch, given):
+    """Without NVLink UCX takes TCP for them by itself: found on a single card, where two processes had 0.5 GB/s."""
+    name = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
+    monkeypatch.delenv(name, raising=False)
+    if given is not None:
+        monkeypatch.setenv(name, given)
+    seen = []
+
+    def load():
+        seen.append(os.environ.get(name))
+        raise AgentUnavailable("enough")
+
+    monkeypatch.setattr(nixl_library, "load", load)
+    monkeypatch.setattr(ucx_worker, "load", load)
+    for make in (lambda: NixlAgent("one"), lambda: UcxWorker(None, lambda message: None, lambda: None)):
+        with pytest.raises(AgentUnavailable, match="enough"):
+            make()
+    assert seen == [given or "on"] * 2
+    assert os.environ.get(name) == given

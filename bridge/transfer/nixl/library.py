@@ -17,7 +17,7 @@ from typing import Any
 
 from bridge.transfer import errors
 from bridge.transfer.errors import AgentUnavailable
-from bridge.transfer.ucx_environment import STARTING, allowed_transports
+from bridge.transfer.ucx_environment import DEVICE_READS, STARTING, allowed_transports, environment
 
 MODULES = ("nixl", "nixl_cu12", "nixl_cu13")
 INSTALL = "pip install nixl-cu12 (nixl-cu13 where CUDA 13 is installed); both work on hosts without a GPU"
@@ -101,18 +101,6 @@ class UcxLog:
 UCX_LOG = UcxLog()
 
 
-@contextlib.contextmanager
-def environment(values: dict[str, str]) -> Iterator[None]:
-    """Sets variables that are not set, for the time of the block."""
-    fresh = [name for name in values if name not in os.environ]
-    os.environ.update({name: values[name] for name in fresh})
-    try:
-        yield
-    finally:
-        for name in fresh:
-            os.environ.pop(name, None)
-
-
 def load() -> Any:
     """NIXL's Python API. Raises AgentUnavailable."""
     reasons = []
@@ -150,7 +138,7 @@ def start(name: str, transports: Sequence[str] | None, serves: bool) -> tuple[An
 
     transports: UCX's, used where the environment has no UCX_TLS. serves: whether a thread of the library answers peers.
     """
-    variables = {"NIXL_LOG_LEVEL": "FATAL", "UCX_WARN_UNUSED_ENV_VARS": "n", "UCX_TCP_USER_TIMEOUT": f"{USER_TIMEOUT}s"}
+    variables = {"NIXL_LOG_LEVEL": "FATAL", "UCX_WARN_UNUSED_ENV_VARS": "n", "UCX_TCP_USER_TIMEOUT": f"{USER_TIMEOUT}s", **DEVICE_READS}
     with STARTING, contextlib.ExitStack() as for_now:
         tls, allowed = allowed_transports(transports)
         if tls is not None:

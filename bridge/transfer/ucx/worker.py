@@ -17,7 +17,7 @@ import numpy as np
 from bridge.transfer.errors import AgentUnavailable, TransferError, no_thread, said
 from bridge.transfer.ucx import wire
 from bridge.transfer.ucx.library import INSTALL, load
-from bridge.transfer.ucx_environment import STARTING, allowed_transports
+from bridge.transfer.ucx_environment import DEVICE_READS, STARTING, allowed_transports, environment
 from bridge.transfer.waker import Waker
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class UcxWorker:
 
     def __init__(self, transports: Sequence[str] | None, handle: Callable[[wire.Message], None], tick: Callable[[], None]) -> None:
         self._handle, self._tick = handle, tick
-        with STARTING:  # UCX's own variables are read as well
+        with STARTING, environment(DEVICE_READS):  # UCX's own variables are read as well
             tls, self.allowed = allowed_transports(transports)
             self._bindings, self._array = load()
             u = self._bindings
