@@ -111,7 +111,14 @@ class Fetch:
 
     async def result_async(self) -> Received:
         """`result` for engines that run on an event loop. Cancelled, or out of time, it only waits no more: the fetch goes on."""
-        return await asyncio.shield(asyncio.wrap_future(self._job.future))
+        return await asyncio.shield(self._on_loop())
+
+    def _on_loop(self) -> asyncio.Future[Received]:
+        """The hand-off as a future of the running loop, which must not be cancelled; its failure need not be asked for."""
+        made = asyncio.wrap_future(self._job.future)
+        # Or asyncio reports the failure of a fetch that nobody waits for any more as overlooked.
+        made.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return made
 
 
 class Decoder:
@@ -197,7 +204,7 @@ class Decoder:
             return await fetch.result_async()
         except asyncio.CancelledError:
             fetch.cancel()
-            await outlast([asyncio.wrap_future(fetch._job.future)])
+            await outlast([fetch._on_loop()])
             raise
 
     def decline(self, ticket: Ticket, target_model: bytes, reason: str) -> None:

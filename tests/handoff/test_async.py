@@ -1,6 +1,7 @@
 """Who gives up waiting, and who gives up the hand-off, are two; both engines' threads and loops are let go in time."""
 
 import asyncio
+import gc
 import threading
 
 import pytest
@@ -44,7 +45,7 @@ def test_who_waits_no_more_leaves_the_hand_off_alone(pair, offer, source, target
     assert (tokens_of(*target, TOKENS) == tokens_of(*source, TOKENS)).all()
 
 
-def test_a_cancelled_fetch_ends_when_nothing_is_written_any_more(pair, offer, target):
+def test_a_cancelled_fetch_ends_when_nothing_is_written_any_more(pair, offer, target, caplog):
     async def cancelled():
         task = asyncio.create_task(pair.decoder.fetch_async(offer.ticket, pair.target(*target)))
         while "decoder reading" not in pair.steps:
@@ -52,9 +53,13 @@ def test_a_cancelled_fetch_ends_when_nothing_is_written_any_more(pair, offer, ta
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        del task
+        gc.collect()
 
     pair.agent.gate.clear()
     asyncio.run(asyncio.wait_for(cancelled(), PATIENCE))
+    gc.collect()
+    assert not caplog.records, "the engine's loop reported a failure as overlooked"
     assert pair.decoder.counters.snapshot()["failed{cancelled}"] == 1
     assert "committed" not in pair.decoder.counters.snapshot()
     with pytest.raises(errors.Refused):
