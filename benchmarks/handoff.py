@@ -2,6 +2,8 @@
 
     python benchmarks/handoff.py [--json FILE] [--repeats 15] [--layers 48] [--tokens 64 512 8192] [--cards 0 1] [--quick]
 
+With --cards 0 0 both processes share one card: kernels of one wait for the other's, and a read is a copy in its memory.
+
 Staged in device memory, NIXL reads from card to card; staged in pinned host memory, the payload goes down, across and up in pieces, as it
 does where the cards are of different vendors. A hand-off is timed from before `Prefiller.offer` to the return of `Decoder.fetch` in the
 other process (one host, one clock): pages computed, then offered, packed, claimed, read, verified and landed. The commit is told later.
@@ -38,7 +40,7 @@ MODEL = bytes(32)
 CODECS = ("raw", "fp8_e4m3", "turboquant_4bit_nc")
 MUST_MS, GOAL_MS = 5.0, 3.0
 STAGING = 1 << 30
-IN_FLIGHT = {"device": 1 << 30, "host": 64 << 20}
+DEVICE_IN_FLIGHT = 1 << 30
 """Bytes that a read asks for at a time: copies between cards do not occupy the thread that asks, copies of host memory do."""
 
 
@@ -97,7 +99,7 @@ def copy_rates(card: str) -> dict[str, float]:
     return rates
 
 
-def decode(folder: str, card: int, layers: int, most: int, talk: Connection) -> None:
+def decode(folder: str, card: int, layers: int, most: int, host_in_flight: int, talk: Connection) -> None:
     """The second process: fetches what it is told to, and says when it had it."""
     base = Path(folder)
     torch.cuda.set_device(card)
@@ -106,7 +108,8 @@ def decode(folder: str, card: int, layers: int, most: int, talk: Connection) -> 
     peers = {name: PeerConfig(base / f"{name}.crt", "127.0.0.1", port) for name, port in ports.items()}
     identity = Identity("decode", base / "decode.crt", base / "decode.key")
     places = [name.removeprefix("prefill-") for name in ports]
-    agents = {place: NixlAgent(f"decode-{place}", serves=False, in_flight_bytes=IN_FLIGHT[place]) for place in places}
+    in_flight = {"device": DEVICE_IN_FLIGHT, "host": host_in_flight}
+    agents = {place: NixlAgent(f"decode-{place}", serves=False, in_flight_bytes=in_flight[place]) for place in places}
     steps: list[tuple[str, float]] = []
 
     def observe(step: str, details: object) -> None:
@@ -204,6 +207,7 @@ def main() -> int:
     parser.add_argument("--chunks", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
     parser.add_argument("--cards", type=int, nargs=2, default=[0, 1])
     parser.add_argument("--places", nargs="+", default=["device", "host"])
+    parser.add_argument("--in-flight", type=int, default=64, help="MiB that a read of host memory asks for at a time")
     parser.add_argument("--quick", action="store_true", help="fewer chunk sizes and repeats")
     options = parser.parse_args()
     if options.quick:
@@ -216,7 +220,7 @@ def main() -> int:
         identities = {place: create_identity(f"prefill-{place}", base) for place in options.places}
         spawn = multiprocessing.get_context("spawn")
         talk, theirs = spawn.Pipe()
-        second = spawn.Process(target=decode, args=(folder, other, options.layers, most, theirs), daemon=True)
+        second = spawn.Process(target=decode, args=(folder, other, options.layers, most, options.in_flight << 20, theirs), daemon=True)
         second.start()
         torch.cuda.set_device(card)
         device = open_device(f"cuda:{card}")

@@ -155,15 +155,17 @@ class PlansLandings(Protocol):
         table: BlockTable,
         shares: Sequence[SpanShare],
         keys: TagKeys,
-        data: Any,
+        nbytes: int,
+        memory: str,
         write_first: int,
         write_end: int,
         after: Any = None,
-    ) -> Callable[[], None]:
+    ) -> Callable[[Any], None]:
         """`land` in two steps: everything that can be checked and worked out before the bytes are there; the returned call does the rest.
 
-        Neither pages nor `data` are read or written before that call: a plan may still be at work when its hand-off has failed. Raises
-        PagesDoNotFit at once, BadTag and DirtyPadding in the call.
+        nbytes, memory: of the Buffer that the call will be given: its size, and where it lies, as StagingMemory.device says. Pages are
+        neither read nor written before that call: a plan may still be at work when its hand-off has failed. Raises PagesDoNotFit at once,
+        or in the call for another buffer than was announced; BadTag and DirtyPadding in the call.
         """
         ...
 

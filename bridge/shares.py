@@ -42,28 +42,33 @@ def chunk_share(manifest: Manifest, chunk: ChunkMap, cache: PagedCache | Sequenc
     shares: list[SpanShare] = []
     holders: list[int] = []
     ranges: list[tuple[int, int, int]] = []
-    offset = 0
+    offset, expected = 0, -1
+    groups, codecs, layers = manifest.groups, manifest.codecs, manifest.layers
     for span in chunk.spans:
-        layer = manifest.layers[span.layer]
+        layer = layers[span.layer]
         found = held.get(layer.index)
         if found is None:
             continue
-        group = manifest.groups[layer.group]
+        group = groups[layer.group]
         holder, first, end = found
-        first, end = max(group.head_first, first), min(group.head_first + group.head_count, end)
+        lowest, highest = group.head_first, group.head_first + group.head_count
+        first, end = first if first > lowest else lowest, end if end < highest else highest
         if first >= end:
             continue
-        skipped, count = first - group.head_first, end - first
-        codec = manifest.codecs[layer.codec]
+        skipped, count = first - lowest, end - first
         shares.append(
-            SpanShare(span, codec, layer.index, group.head_dim, skipped, count, first, offset, layer.key_scale, layer.value_scale)
+            SpanShare(
+                span, codecs[layer.codec], layer.index, group.head_dim, skipped, count, first, offset, layer.key_scale, layer.value_scale
+            )
         )
         holders.append(holder)
         remote, size = span.head_range(skipped, count)
-        if ranges and ranges[-1][0] + ranges[-1][2] == remote:
-            ranges[-1] = (ranges[-1][0], ranges[-1][1], ranges[-1][2] + size)
+        if remote == expected:
+            before = ranges[-1]
+            ranges[-1] = (before[0], before[1], before[2] + size)
         else:
             ranges.append((remote, offset, size))
+        expected = remote + size
         offset += size
     return ChunkShare(chunk.index, offset, tuple(shares), tuple(ranges), tuple(holders))
 

@@ -7,11 +7,14 @@ import torch
 
 
 class Arguments:
-    """Arrays one after another, each from a multiple of 16 bytes on."""
+    """Arrays one after another, each from a multiple of 16 bytes on.
 
-    def __init__(self) -> None:
+    reserved: words before the first array, which are not copied: a launch on the device fills them.
+    """
+
+    def __init__(self, reserved: int = 0) -> None:
         self._parts: list[np.ndarray] = []
-        self.words = 0
+        self.reserved = self.words = reserved + reserved % 2
 
     def add(self, values: np.ndarray) -> tuple[int, int]:
         """Appends an array. Returns (its first word, how many words it has)."""
@@ -26,5 +29,5 @@ class Arguments:
         return place, used
 
     def write(self, out: torch.Tensor) -> None:
-        """Fills out[: self.words], int64 in host memory."""
-        np.concatenate(self._parts, out=out[: self.words].numpy())
+        """Fills out[self.reserved : self.words], int64 in host memory."""
+        np.concatenate(self._parts, out=out[self.reserved : self.words].numpy())

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from backends.accelerator.lanes import Lane, Lanes
+from backends.accelerator.masks import launch_masks
 from backends.accelerator.rows import Place, land_on_host, pack_on_host, payload_to_rows, rows_to_payload
 from backends.accelerator.tags import OPTIONS, launch_tags
 from backends.accelerator.work import WHOLE_SEQUENCE, Launch, Move, Piece, Routes, Work, arrange, gather, written
@@ -71,6 +72,8 @@ class Accelerator:
     rotated keys so short that their norm is 0."""
     name = "accelerator"
     tag_options: Mapping[str, int] = OPTIONS
+    host_masks = 1 << 12
+    """So many masks of tags a call are made on the host; from there on a launch on the device is cheaper."""
 
     def __init__(
         self,
@@ -161,7 +164,8 @@ class Accelerator:
         point = self.mark() if after is None else after
         buffer = self._buffer(out, writable=True)
         work = gather(cache, table, shares, self._routes, buffer.numel(), write=None)
-        direct = self._is_direct(out, buffer, work)
+        # Kernels take the caller's buffer as it is where it is this device's, given as a tensor, and aligned.
+        direct = isinstance(out, torch.Tensor) and buffer.data_ptr() % 16 == 0 and _aligned(work)
         with self._lanes.taken() as lane, self._module.stream(lane.compute):
             lane.begin(point)
             for move in work.on_host:
@@ -170,8 +174,8 @@ class Accelerator:
                 buffer[move.share.offset : move.share.offset + made.size].copy_(torch.from_numpy(made))
             if not work.moves:
                 return
-            arrange(work, table, keys, False, None if direct else self._piece_bytes, direct)
-            words = lane.upload(work.arguments)
+            arrange(work, table, keys, False, None if direct else self._piece_bytes, direct, self.host_masks)
+            words = self._upload(lane, work)
             for number, piece in enumerate(work.pieces):
                 payload = buffer
                 if not direct:
@@ -200,7 +204,9 @@ class Accelerator:
 
         All tags of a piece are verified by a launch of their own before the one that writes its pages is queued.
         """
-        self.landing(cache, table, shares, keys, data, write_first, write_end, after)()
+        buffer = self._buffer(data, writable=False)
+        own = isinstance(data, torch.Tensor) and buffer.data_ptr() % 16 == 0
+        self._landing(cache, table, shares, keys, buffer.numel(), own, (write_first, write_end), after)(data)
 
     def landing(
         self,
@@ -208,25 +214,42 @@ class Accelerator:
         table: BlockTable,
         shares: Sequence[SpanShare],
         keys: TagKeys,
-        data: Buffer,
+        nbytes: int,
+        memory: str,
         write_first: int,
         write_end: int,
         after: Any = None,
-    ) -> Callable[[], None]:
+    ) -> Callable[[Buffer], None]:
         """See bridge.devices.PlansLandings."""
+        own = memory == self.memory != "cpu"
+        return self._landing(cache, table, shares, keys, nbytes, own, (write_first, write_end), after)
+
+    def _landing(
+        self,
+        cache: PagedCache,
+        table: BlockTable,
+        shares: Sequence[SpanShare],
+        keys: TagKeys,
+        nbytes: int,
+        own: bool,
+        write: tuple[int, int],
+        after: Any,
+    ) -> Callable[[Buffer], None]:
+        """own: whether the buffer will be this device's memory, from a multiple of 16 bytes on."""
         self._refuse(cache, shares)
         point = self.mark() if after is None else after
-        buffer = self._buffer(data, writable=False)
-        write = (write_first, write_end)
-        work = gather(cache, table, shares, self._routes, buffer.numel(), write=write)
-        direct = self._is_direct(data, buffer, work)
+        work = gather(cache, table, shares, self._routes, nbytes, write=write)
+        direct = own and _aligned(work)
         if work.moves:
-            arrange(work, table, keys, True, None if direct else self._piece_bytes, direct)
-        return partial(self._land, work, table, keys, buffer, write, point, direct)
+            arrange(work, table, keys, True, None if direct else self._piece_bytes, direct, self.host_masks)
+        return partial(self._land, work, table, keys, nbytes, write, point, direct)
 
     def _land(
-        self, work: Work, table: BlockTable, keys: TagKeys, buffer: torch.Tensor, write: tuple[int, int], point: Any, direct: bool
+        self, work: Work, table: BlockTable, keys: TagKeys, nbytes: int, write: tuple[int, int], point: Any, direct: bool, data: Buffer
     ) -> None:
+        buffer = self._buffer(data, writable=False)
+        if buffer.numel() != nbytes or (direct and not (isinstance(data, torch.Tensor) and buffer.data_ptr() % 16 == 0)):
+            raise PagesDoNotFit(f"the landing was planned for another buffer than one of {buffer.numel()} bytes on {buffer.device}")
         with self._lanes.taken() as lane, self._module.stream(lane.compute):
             lane.begin(point)
             for move in work.on_host:
@@ -236,7 +259,7 @@ class Accelerator:
                 land_on_host(move.layer, move.share, place, move.local, keys, held)
             if not work.moves:
                 return
-            words = lane.upload(work.arguments)
+            words = self._upload(lane, work)
             pieces = work.pieces
             arriving: list[tuple[torch.Tensor, Any]] = []
             for number, piece in enumerate(pieces):
@@ -276,11 +299,6 @@ class Accelerator:
             warnings.simplefilter("ignore")  # torch has no read-only tensors; this one is only read
             return torch.from_numpy(data)
 
-    def _is_direct(self, given: Buffer, buffer: torch.Tensor, work: Work) -> bool:
-        """Whether the kernels can use the caller's buffer as it is: memory of this device, given as a tensor, and aligned."""
-        aligned = buffer.data_ptr() % 16 == 0 and all(move.share.offset % 16 == 0 for move in work.moves)
-        return isinstance(given, torch.Tensor) and aligned
-
     def _fetch(self, lane: Lane, number: int, piece: Piece, buffer: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Queues the copy of a piece to the device."""
         payload = lane.slot(number, piece.nbytes)
@@ -319,6 +337,14 @@ class Accelerator:
         return found[1]
 
     # Launches; the lane's stream is the current one.
+
+    def _upload(self, lane: Lane, work: Work) -> torch.Tensor:
+        """The arguments on the device, masks included."""
+        words = lane.upload(work.arguments)
+        if work.stream is not None:
+            with self._launching:
+                launch_masks(words, *work.stream)
+        return words
 
     def _queue_pack(self, lane: Lane, work: Work, piece: Piece, table: BlockTable, words: torch.Tensor, payload: torch.Tensor) -> None:
         for launch in piece.launches:
@@ -424,6 +450,10 @@ class Accelerator:
             held = payload[move.base : move.base + move.nbytes].cpu().numpy()
             verify_tags(held, move.share.as_span(), keys)
         raise BadTag("the device found a wrong tag, and the host found none: the payload changed in between")
+
+
+def _aligned(work: Work) -> bool:
+    return all(move.share.offset % 16 == 0 for move in work.moves)
 
 
 def _stretches(moves: Sequence[Move]) -> list[tuple[int, int, int]]:

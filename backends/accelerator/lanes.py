@@ -50,8 +50,8 @@ class Lane:
             self._host_words = torch.empty(size, dtype=torch.int64, pin_memory=self.pinned)
             self._words = torch.empty(size, dtype=torch.int64, device=self.device)
         arguments.write(self._host_words)
-        words = self._words[:count]
-        words.copy_(self._host_words[:count], non_blocking=True)
+        first, words = arguments.reserved, self._words[:count]
+        words[first:].copy_(self._host_words[first:count], non_blocking=True)
         return words
 
     def read(self, result: torch.Tensor) -> np.ndarray:

@@ -74,7 +74,10 @@ class Piece:
 
 @dataclass
 class Work:
-    """One call's work. table, masks, keys (by block size), result: places in the arguments."""
+    """One call's work. table, masks, keys (by block size), result: places in the arguments.
+
+    stream: where masks are made on the device, what launch_masks takes after the words.
+    """
 
     moves: list[Move]
     on_host: list[Move]
@@ -82,6 +85,7 @@ class Work:
     arguments: Arguments = field(default_factory=Arguments)
     table: tuple[int, int] = (0, 0)
     masks: int = 0
+    stream: tuple[int, int, int, int] | None = None
     keys: dict[int, tuple[int, int]] = field(default_factory=dict)
     result: int = 0
     places: dict[tuple[int, int, int], Place] = field(default_factory=dict)
@@ -193,14 +197,14 @@ def check_entries(table: BlockTable, first: int, end: int, num_pages: int) -> No
         table.locate(first, end, num_pages)
 
 
-def arrange(work: Work, table: BlockTable, keys: TagKeys, landing: bool, piece_bytes: int | None, offsets: bool) -> None:
+def arrange(work: Work, table: BlockTable, keys: TagKeys, landing: bool, piece_bytes: int | None, offsets: bool, host_masks: int) -> None:
     """Cuts the moves into pieces and their launches, and gathers everything that these need in work.arguments.
 
     piece_bytes: at most so many bytes a piece, unless one share has more; None: one piece. offsets: whether the buffer is the caller's, at
-    the shares' own offsets.
+    the shares' own offsets. host_masks: as many masks are made here; more are left to the device.
     """
+    _add_masks_and_keys(work, keys, host_masks)
     arguments = work.arguments
-    _add_masks_and_keys(work, keys)
     end = max((move.share.span.end_token for move in work.moves), default=0)
     work.table = arguments.add(_entries(table, end))
     if landing:
@@ -247,24 +251,30 @@ def _cut(moves: list[Move], piece_bytes: int | None) -> list[list[Move]]:
     return pieces
 
 
-def _add_masks_and_keys(work: Work, keys: TagKeys) -> None:
-    stretches: list[list[int]] = []
+def _add_masks_and_keys(work: Work, keys: TagKeys, host_masks: int) -> None:
+    """Begins work.arguments anew."""
+    stretches: list[list[int]] = []  # ordinal of the first mask, how many, number of the first one
     total = 0
     for move in work.moves:
         share, span = move.share, move.share.span
         ordinal, count = span.first_ordinal + share.head_first * span.blocks, share.head_count * span.blocks
-        if stretches and sum(stretches[-1]) == ordinal:
+        if stretches and stretches[-1][0] + stretches[-1][1] == ordinal:
             stretches[-1][1] += count
         else:
-            stretches.append([ordinal, count])
+            stretches.append([ordinal, count, total])
         move.mask = total
         total += count
-        if span.block_bytes not in work.keys:
-            # The key of a block's first word is to lie on a multiple of 16 bytes, see backends.kernels.tags.
-            hash_keys = np.concatenate([np.zeros(1, np.uint64), keys.hash_keys(span.block_bytes)])
-            work.keys[span.block_bytes] = work.arguments.add(hash_keys)
-    if stretches:
-        masks = [keys.masks(ordinal, count) for ordinal, count in stretches]
+    on_device = total > host_masks
+    work.arguments = Arguments(total if on_device else 0)
+    for block_bytes in dict.fromkeys(move.share.span.block_bytes for move in work.moves):
+        # The key of a block's first word is to lie on a multiple of 16 bytes, see backends.kernels.tags.
+        hash_keys = np.concatenate([np.zeros(1, np.uint64), keys.hash_keys(block_bytes)])
+        work.keys[block_bytes] = work.arguments.add(hash_keys)
+    if on_device:
+        state, records = work.arguments.add(keys.state())[0], work.arguments.add(np.array(stretches, np.int64))[0]
+        work.stream = state, records, len(stretches), max(count for _, count, _ in stretches)
+    elif stretches:
+        masks = [keys.masks(ordinal, count) for ordinal, count, _ in stretches]
         work.masks = work.arguments.add(masks[0] if len(masks) == 1 else np.concatenate(masks))[0]
 
 

@@ -8,9 +8,9 @@ from bridge.codecs import check_tables, codec_name
 from bridge.handoff.errors import ContentDiffers, HeadsDiffer, LayersMissing, LossyPayload, ModelDiffers, OpaqueDiffers, TokensMissing
 from bridge.handoff.messages import MAX_CHUNKS
 from bridge.handoff.ticket import Ticket
-from bridge.pages import CacheGroup, LayerDescription
+from bridge.pages import CacheGroup, LayerDescription, PageSide
 from bridge.shares import token_end, written_range
-from bridge.wire import CodingKind, ContentKind, Group, GroupKind, Manifest, PayloadMap
+from bridge.wire import CodingKind, ContentKind, Group, GroupKind, Manifest, PayloadMap, SlotCodec
 from bridge.wire.errors import TooLarge
 
 
@@ -47,27 +47,35 @@ def check_fits(
     missing = sorted({index for group in groups for index in group.cache.layers} - set(offered))
     if missing:
         raise LayersMissing(f"the payload lacks layers {missing[:8]}, which this decoder needs")
+    opaque = [CodingKind.OPAQUE in (codec.key.kind, codec.value.kind) for codec in manifest.codecs]
     checked: set[tuple[int, ...]] = set()
     for number, held in enumerate(groups):
         for index, pages in held.cache.layers.items():
-            layer, key = offered[index], pages.sides[0]
-            group, codec = manifest.groups[layer.group], manifest.codecs[layer.codec]
+            layer, sides = offered[index], pages.sides
+            key = sides[0]
             # Layers are mostly alike, and these checks are dear: once for each kind.
             kind = (number, layer.group, layer.codec, key.heads, pages.head_dim, key.num_pages)
             if kind not in checked:
+                group, codec = manifest.groups[layer.group], manifest.codecs[layer.codec]
                 _check_heads(group, index, pages, held.cache.first_head)
                 _check_tokens(group, manifest, first_token, end_token)
-            for side, coding in zip(pages.sides, (codec.key, codec.value), strict=True):
-                if side is not None and CodingKind.OPAQUE in (side.coding.kind, coding.kind) and side.coding != coding:
-                    raise OpaqueDiffers(
-                        f"layer {index} is {coding.kind.name.lower()} of {coding.row_bytes} bytes a row in the payload, "
-                        f"{side.coding.kind.name.lower()} of {side.coding.row_bytes} here, or of another meaning"
-                    )
-            if kind not in checked:
+                _check_opaque(index, sides, codec)
                 # A short or wild block table is refused before anything is transferred.
                 check_tables(codec, group.head_dim)
                 held.table.locate(*written_range(group, first_token, end_token), key.num_pages)
-            checked.add(kind)
+                checked.add(kind)
+            elif opaque[layer.codec] or any(side is not None and side.coding.kind is CodingKind.OPAQUE for side in sides):
+                _check_opaque(index, sides, manifest.codecs[layer.codec])
+
+
+def _check_opaque(index: int, sides: tuple[PageSide, PageSide | None], codec: SlotCodec) -> None:
+    """Raises OpaqueDiffers where one of both is opaque, and not the very same thing."""
+    for side, coding in zip(sides, (codec.key, codec.value), strict=True):
+        if side is not None and CodingKind.OPAQUE in (side.coding.kind, coding.kind) and side.coding != coding:
+            raise OpaqueDiffers(
+                f"layer {index} is {coding.kind.name.lower()} of {coding.row_bytes} bytes a row in the payload, "
+                f"{side.coding.kind.name.lower()} of {side.coding.row_bytes} here, or of another meaning"
+            )
 
 
 def _check_heads(group: Group, index: int, pages: LayerDescription, first_head: int) -> None:

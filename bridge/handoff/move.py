@@ -1,4 +1,4 @@
-"""The chunks of one payload on the decoder: some are read, and their landing is planned, while the one before is verified and landed."""
+"""The chunks of one payload on the decoder: the next landings are planned and their bytes read while one is verified and landed."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from bridge.counters import Counters
-from bridge.devices import Buffer, Device, PlansLandings
+from bridge.devices import Buffer, Device, PlansLandings, SpanShare
 from bridge.handoff.bounds import Bounds, Observer
 from bridge.handoff.errors import StagingFull
 from bridge.handoff.link import Link, Receiving
@@ -76,14 +76,18 @@ class Wanted:
     order: dict[str, Any]
 
 
+Plan: TypeAlias = "asyncio.Future[list[Callable[[Buffer], None]]]"
+
+
 @dataclass(frozen=True)
 class Incoming:
-    """A chunk on its way. plan: the calls that will land it, made by a landing thread meanwhile. start: when its read began."""
+    """A chunk on its way to `data`. plan: the calls that will land it, made by a landing thread meanwhile. start: when its read began."""
 
     share: ChunkShare
     extent: Extent
+    data: Buffer
     transfer: Transfer
-    plan: asyncio.Future[list[Callable[[], None]]]
+    plan: Plan
     start: float
 
 
@@ -136,20 +140,27 @@ class Move:
             share = chunk_share(manifest, chunk, [group.cache for group in wanted.groups])
             calls = list(batches(manifest, share, wanted.first_token, wanted.end_token))
             await self._places.acquire()
-            slot = await self._receiving.slot(index, resources.bounds.chunk)
             if not calls:
+                await self._receiving.slot(index, resources.bounds.chunk)
                 self._places.release()
                 await self._link.taken(wanted.ticket, index)
                 continue
-            extent = await resources.take_staging(share.nbytes)
-            ranges = [ReadRange(slot + remote - chunk.offset, extent.offset + local, size) for remote, local, size in share.ranges]
-            self._under_way.put_nowait(self._begin(share, calls, extent, ranges))
+            # Planned while the prefiller packs the chunk.
+            plan = self._plan(calls, share.nbytes)
+            try:
+                slot = await self._receiving.slot(index, resources.bounds.chunk)
+                extent = await resources.take_staging(share.nbytes)
+                ranges = [ReadRange(slot + remote - chunk.offset, extent.offset + local, size) for remote, local, size in share.ranges]
+                incoming = self._begin(share, plan, extent, ranges)
+            except BaseException:
+                _forget(plan)
+                raise
+            self._under_way.put_nowait(incoming)
         self._under_way.put_nowait(None)
 
-    def _begin(self, share: ChunkShare, calls: list[Batch], extent: Extent, ranges: list[ReadRange]) -> Incoming:
+    def _begin(self, share: ChunkShare, plan: Plan, extent: Extent, ranges: list[ReadRange]) -> Incoming:
         """Begins a read into `extent`, which is given back if that fails."""
-        resources, loop, start = self._resources, asyncio.get_running_loop(), time.perf_counter()
-        plan: asyncio.Future[list[Callable[[], None]]] = loop.create_future()
+        resources, start = self._resources, time.perf_counter()
         try:
             resources.observe("reading", {"chunk": share.chunk})
             data = resources.staging.view(extent, share.nbytes)
@@ -157,16 +168,7 @@ class Move:
         except BaseException:
             resources.staging.pool.give_back(extent)
             raise
-        incoming = Incoming(share, extent, transfer, plan, start)
-        try:
-            if resources.planner is None:
-                plan.set_result(self._plan(partial(partial, resources.device.land), calls, data))
-            else:
-                plan = loop.run_in_executor(resources.landing, self._plan, resources.planner.landing, calls, data)
-        except BaseException:
-            self._give_up(incoming)
-            raise
-        return replace(incoming, plan=plan)
+        return Incoming(share, extent, data, transfer, plan, start)
 
     async def _await_all(self) -> None:
         """Waits for the reads, in order, and tells the prefiller of each."""
@@ -228,7 +230,7 @@ class Move:
             try:
                 calls = await incoming.plan
                 start = time.perf_counter()
-                landing = loop.run_in_executor(resources.landing, _call_all, calls)
+                landing = loop.run_in_executor(resources.landing, _call_all, calls, incoming.data)
                 # The pages are the engine's again, and the extent another chunk's, only when nobody uses them any more.
                 await outlast([landing])
                 landing.result()
@@ -237,19 +239,31 @@ class Move:
             self.land_seconds += time.perf_counter() - start
             resources.observe("landed", {"chunk": incoming.share.chunk})
 
-    def _plan(self, land: Callable[..., Callable[[], None]], calls: list[Batch], data: Buffer) -> list[Callable[[], None]]:
-        """What is to be called once the chunk is in `data`; nothing is read or written before."""
-        wanted = self.wanted
-        made: list[Callable[[], None]] = []
+    def _plan(self, calls: list[Batch], nbytes: int) -> Plan:
+        """What is to be called with a chunk's buffer once its bytes are there; nothing is read or written before."""
+        resources, loop = self._resources, asyncio.get_running_loop()
+        if resources.planner is not None:
+            return loop.run_in_executor(resources.landing, self._planned, resources.planner, calls, nbytes)
+        plan: Plan = loop.create_future()
+        plan.set_result([partial(self._land, *call) for call in calls])
+        return plan
+
+    def _planned(self, planner: PlansLandings, calls: list[Batch], nbytes: int) -> list[Callable[[Buffer], None]]:
+        wanted, memory = self.wanted, self._resources.staging.memory.device
+        made: list[Callable[[Buffer], None]] = []
         for number, shares, rows in calls:
             group = wanted.groups[number]
-            made.append(land(group.cache, group.table, shares, wanted.keys, data, *rows, **wanted.order))
+            made.append(planner.landing(group.cache, group.table, shares, wanted.keys, nbytes, memory, *rows, **wanted.order))
         return made
 
+    def _land(self, number: int, shares: list[SpanShare], rows: tuple[int, int], data: Buffer) -> None:
+        wanted, group = self.wanted, self.wanted.groups[number]
+        self._resources.device.land(group.cache, group.table, shares, wanted.keys, data, *rows, **wanted.order)
 
-def _call_all(calls: list[Callable[[], None]]) -> None:
+
+def _call_all(calls: list[Callable[[Buffer], None]], data: Buffer) -> None:
     for call in calls:
-        call()
+        call(data)
 
 
 def _left_in(queue: asyncio.Queue[Incoming | None]) -> Iterator[Incoming]:
@@ -259,7 +273,7 @@ def _left_in(queue: asyncio.Queue[Incoming | None]) -> Iterator[Incoming]:
             yield incoming
 
 
-def _forget(plan: asyncio.Future[list[Callable[[], None]]]) -> None:
+def _forget(plan: Plan) -> None:
     """Nobody will ask for this plan: its failure is not to be reported as one that was overlooked."""
     plan.cancel()
     plan.add_done_callback(lambda done: done.cancelled() or done.exception())

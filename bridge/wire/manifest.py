@@ -142,7 +142,7 @@ def token_digest(token_ids: list[int]) -> bytes:
 
 def bounded(value: int, low: int, high: int, error: type[errors.WireError], what: str) -> None:
     """Raises `error`, naming `what`, unless `value` is a whole number and low <= value <= high."""
-    if not hasattr(value, "__index__"):
+    if type(value) is not int and not hasattr(value, "__index__"):
         raise error(f"{what} is {value!r}, not a whole number")
     if not low <= value <= high:
         raise error(f"{what} is {value}, outside {low} to {high}")

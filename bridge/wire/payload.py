@@ -48,7 +48,8 @@ class LayerSpan(NamedTuple):
 
     def head_range(self, first: int, count: int) -> tuple[int, int]:
         """(offset, size) in bytes of `count` heads from the payload's head `first` on: one contiguous range."""
-        return self.offset + first * self.run_bytes, count * self.run_bytes
+        run_bytes = self.run_bytes
+        return self.offset + first * run_bytes, count * run_bytes
 
     def valid_range(self, block: int) -> tuple[int, int]:
         """(first, end) within 0..16 of the rows that are valid in this span's block number `block`."""

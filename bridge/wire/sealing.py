@@ -59,6 +59,9 @@ OPTIONAL_SECTION = 0x8000
 """Sections from this number on may be skipped by a reader of a lower minor version; others may not."""
 
 
+_SECTIONS = frozenset(Section)
+
+
 def _pad8(data: bytes) -> bytes:
     return data + bytes(-len(data) % 8)
 
@@ -158,7 +161,7 @@ def _split_sections(body: bytes) -> dict[Section, bytes]:
         if kind <= previous:
             raise errors.SectionOrder(f"section {kind} follows section {previous}")
         previous = kind
-        if kind in Section.__members__.values():
+        if kind in _SECTIONS:
             found[Section(kind)] = body[offset : offset + size]
         elif kind < OPTIONAL_SECTION or minor <= MINOR:
             raise errors.UnknownSection(f"section {kind} is not known to version {MAJOR}.{MINOR}")

@@ -58,6 +58,10 @@ class TagKeys:
         """(key, lease, generation): makes the same keys in another process of this host."""
         return self._key, self._lease, self._generation
 
+    def state(self) -> np.ndarray:
+        """u32 [16]: ChaCha20's state (RFC 8439, section 2.3) with the counter 0, from which a device makes the same masks."""
+        return np.frombuffer(b"expand 32-byte k" + self._key + bytes(4) + self._nonce, dtype="<u4")
+
     def _stream(self, offset: int, count: int) -> np.ndarray:
         """`count` u64 of the key stream from byte `offset` (a multiple of 8) on."""
         counter, skip = divmod(offset, 64)

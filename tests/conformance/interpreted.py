@@ -27,6 +27,8 @@ class InterpretedDevice(Accelerator):
     name = "interpreted"
     exact = True
     slow = True
+    host_masks = 8
+    """Low, so that some cases have their masks made on the device."""
 
     def __init__(self, piece_bytes: int = 1 << 14, tuning: Callable[[str, SlotCodec, int], Tuning] = exact_tuning) -> None:
         super().__init__(torch.device("cpu"), tuning, piece_bytes=piece_bytes, lanes=2)

@@ -162,6 +162,18 @@ def test_states_of_another_meaning_are_refused(pair):
     assert isinstance(refused(pair, described(), target), OpaqueDiffers)
 
 
+def test_each_layer_of_a_kind_is_asked_for_its_meaning(pair):
+    """The second of two states that are alike in everything else: once a kind of layer had passed, its like was not looked at."""
+    target = Side(32, None, 1)
+    held = target.groups[2].cache
+    first, second = held.layers
+    layers = {first: held.layers[first], second: replace(held.layers[second], meaning="test/other")}
+    target.groups[2] = CacheGroup(PagedCache(layers), target.groups[2].table)
+    error = refused(pair, described(), target)
+    assert isinstance(error, OpaqueDiffers)
+    assert f"layer {second} " in str(error)
+
+
 def test_groups_must_hold_what_the_manifest_names(pair):
     source = Side(16, 1, 3)
     cases = {

@@ -93,9 +93,9 @@ class PlanningDevice(ToyDevice):
         self.planned += 1
         call = super().landing(*arguments, after=after)
 
-        def counted() -> None:
+        def counted(data) -> None:
             self.called += 1
-            call()
+            call(data)
 
         return counted
 
@@ -121,6 +121,36 @@ def test_landing_is_planned_while_the_bytes_are_on_their_way(ends):
     offer.wait(PATIENCE)
     assert device.planned == device.called == 5
     assert (tokens_of(*target, TOKENS) == tokens_of(*source, TOKENS)).all()
+
+
+def test_the_first_landing_is_planned_before_its_chunk_is_packed(ends):
+    device, agent = PlanningDevice(), ToyAgent()
+    prefiller = ends.prefiller(device, agent)
+    source, target = (paged_cache(16, 12, seed=1), block_table(16, 12, 2)), (paged_cache(64, 4, seed=None), block_table(64, 4, 3))
+    offer = prefiller.offer(manifest("r", TOKENS), *source)
+    decoder = ends.decoder(prefiller, device, agent)
+    fetch = decoder.start(offer.ticket, Target(*target, MODEL))
+    assert eventually(lambda: device.planned == 1)
+    assert decoder.staging()[0] == 0, "room was taken for a chunk that nobody has packed"
+    offer.advance(TOKENS)
+    fetch.result(PATIENCE)
+    assert device.planned == device.called == 5
+    assert (tokens_of(*target, TOKENS) == tokens_of(*source, TOKENS)).all()
+
+
+def test_a_plan_for_a_chunk_that_never_comes_is_let_go(ends, caplog):
+    device, agent = PlanningDevice(), ToyAgent()
+    device.fails = True
+    prefiller = ends.prefiller(device, agent)
+    offer = prefiller.offer(manifest("r", TOKENS), paged_cache(16, 12, seed=1), block_table(16, 12, 2))
+    decoder = ends.decoder(prefiller, device, agent)
+    fetch = decoder.start(offer.ticket, Target(paged_cache(64, 4, seed=None), block_table(64, 4, 3), MODEL))
+    offer.wait_claimed()
+    offer.cancel()
+    with pytest.raises(errors.HandoffError):
+        fetch.result(PATIENCE)
+    gc.collect()
+    assert not caplog.records, "an exception of a plan that nobody asked for was reported as overlooked"
 
 
 def test_a_plan_that_fails_fails_the_hand_off(ends, caplog):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from backends.cpu.device import CpuReferenceDevice, HostMemory
+from bridge.devices import Buffer
 from bridge.handoff import Decoder, PeerConfig, Prefiller, create_identity
 from tests.handoff.local_agent import LocalAgent
 from tests.handoff.pair import BOUNDS
@@ -43,11 +43,18 @@ class ToyDevice(CpuReferenceDevice):
         super().pack(*arguments)
 
     def land(self, *arguments, after=None) -> None:
-        self.landing(*arguments, after=after)()
-
-    def landing(self, *arguments, after=None) -> Callable[[], None]:
         self.afters.append(after)
-        return partial(super().land, *arguments)
+        super().land(*arguments)
+
+    def landing(self, cache, table, shares, keys, nbytes, memory, write_first, write_end, after=None) -> Callable[[Buffer], None]:
+        self.afters.append(after)
+        land = super().land
+
+        def call(data: Buffer) -> None:
+            assert data.size == nbytes
+            land(cache, table, shares, keys, data, write_first, write_end)
+
+        return call
 
 
 class ToyAgent(LocalAgent):
