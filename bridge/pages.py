@@ -300,18 +300,19 @@ class BlockTable:
         """The table of a state that has seen tokens [0, end_token): it lies in page `page` of its OpaquePages."""
         return cls([page] * (-(-end_token // 16)), 16)
 
-    def locate(self, first: int, end: int, num_pages: int) -> tuple[np.ndarray, np.ndarray]:
-        """(page ids, positions), int64 [end - first] each, of tokens [first, end).
+    def check(self, first: int, end: int, num_pages: int) -> None:
+        """Raises PagesDoNotFit where the table is too short for tokens [first, end), or names a page outside 0..num_pages - 1 for them."""
+        if end > self._array.size * self.block_size:
+            raise PagesDoNotFit(f"a block table of {self._array.size} pages of {self.block_size} tokens does not reach token {end - 1}")
+        used = self._array[first // self.block_size : -(-end // self.block_size)]
+        if first < end and (used.min() < 0 or used.max() >= num_pages):
+            raise PagesDoNotFit(f"a block table names pages {used.min()} to {used.max()}, the cache has {num_pages}")
 
-        Raises PagesDoNotFit where the table is too short or names a page outside 0..num_pages - 1.
-        """
-        if end > len(self._array) * self.block_size:
-            raise PagesDoNotFit(f"a block table of {len(self._array)} pages of {self.block_size} tokens does not reach token {end - 1}")
+    def locate(self, first: int, end: int, num_pages: int) -> tuple[np.ndarray, np.ndarray]:
+        """(page ids, positions), int64 [end - first] each, of tokens [first, end). Raises PagesDoNotFit, see `check`."""
+        self.check(first, end, num_pages)
         tokens = np.arange(first, end, dtype=np.int64)
-        pages = self._array[tokens // self.block_size]
-        if pages.size and (pages.min() < 0 or pages.max() >= num_pages):
-            raise PagesDoNotFit(f"a block table names pages {pages.min()} to {pages.max()}, the cache has {num_pages}")
-        return pages, tokens % self.block_size
+        return self._array[tokens // self.block_size], tokens % self.block_size
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,7 @@ class Accelerator:
         self._piece_bytes = piece_bytes
         self.scratch_bytes = piece_bytes * depth * lanes
         self._lanes = Lanes(self._device, lanes, depth)
+        self._planning = self._module.Stream() if made.type == "cpu" else self._module.Stream(device=self._device)
         self._routes = Routes(self._device)
         self._launching = threading.RLock()
         self._launched: set[tuple] = set()
@@ -175,7 +176,8 @@ class Accelerator:
             if not work.moves:
                 return
             arrange(work, table, keys, False, None if direct else self._piece_bytes, direct, self.host_masks)
-            words = self._upload(lane, work)
+            words = lane.upload(work.arguments)
+            self._queue_masks(work, words)
             for number, piece in enumerate(work.pieces):
                 payload = buffer
                 if not direct:
@@ -242,10 +244,36 @@ class Accelerator:
         direct = own and _aligned(work)
         if work.moves:
             arrange(work, table, keys, True, None if direct else self._piece_bytes, direct, self.host_masks)
-        return partial(self._land, work, table, keys, nbytes, write, point, direct)
+        words, ready = self._words_of(work)
+        return partial(self._land, work, words, ready, table, keys, nbytes, write, point, direct)
+
+    def _words_of(self, work: Work) -> tuple[torch.Tensor, Any]:
+        """A landing's arguments on the device, in memory of their own because plans may wait long, and the event when they are there."""
+        arguments = work.arguments
+        with self._module.stream(self._planning):
+            words = torch.empty(arguments.words, dtype=torch.int64, device=self._device)
+            if work.moves:
+                # torch gives pinned memory out again only when the copies that were queued from it are done.
+                held = torch.empty(arguments.words, dtype=torch.int64, pin_memory=self.memory != "cpu")
+                arguments.write(held)
+                words[arguments.reserved :].copy_(held[arguments.reserved :], non_blocking=True)
+                self._queue_masks(work, words)
+            ready = self._module.Event()
+            ready.record(self._planning)
+        return words, ready
 
     def _land(
-        self, work: Work, table: BlockTable, keys: TagKeys, nbytes: int, write: tuple[int, int], point: Any, direct: bool, data: Buffer
+        self,
+        work: Work,
+        words: torch.Tensor,
+        ready: Any,
+        table: BlockTable,
+        keys: TagKeys,
+        nbytes: int,
+        write: tuple[int, int],
+        point: Any,
+        direct: bool,
+        data: Buffer,
     ) -> None:
         buffer = self._buffer(data, writable=False)
         if buffer.numel() != nbytes or (direct and not (isinstance(data, torch.Tensor) and buffer.data_ptr() % 16 == 0)):
@@ -259,7 +287,7 @@ class Accelerator:
                 land_on_host(move.layer, move.share, place, move.local, keys, held)
             if not work.moves:
                 return
-            words = self._upload(lane, work)
+            lane.compute.wait_event(ready)
             pieces = work.pieces
             arriving: list[tuple[torch.Tensor, Any]] = []
             for number, piece in enumerate(pieces):
@@ -338,13 +366,10 @@ class Accelerator:
 
     # Launches; the lane's stream is the current one.
 
-    def _upload(self, lane: Lane, work: Work) -> torch.Tensor:
-        """The arguments on the device, masks included."""
-        words = lane.upload(work.arguments)
+    def _queue_masks(self, work: Work, words: torch.Tensor) -> None:
         if work.stream is not None:
             with self._launching:
                 launch_masks(words, *work.stream)
-        return words
 
     def _queue_pack(self, lane: Lane, work: Work, piece: Piece, table: BlockTable, words: torch.Tensor, payload: torch.Tensor) -> None:
         for launch in piece.launches:

@@ -179,7 +179,7 @@ def gather(
         if first < end and (first, end, known.num_pages) not in checked:
             if codec.block_bytes(share.head_dim) != span.block_bytes:
                 raise PagesDoNotFit(f"blocks of {span.block_bytes} bytes are not those of the share's codec and head dimension")
-            check_entries(table, first, end, known.num_pages)
+            table.check(first, end, known.num_pages)
             checked.add((first, end, known.num_pages))
         (on_host if known.way.way == "host" else moves).append(Move(share, layer, known.way, known.group, local, run_bytes))
     return Work(moves, on_host)
@@ -190,13 +190,6 @@ def written(share: SpanShare, write_first: int, write_end: int) -> tuple[int, in
     return max(share.span.first_token, write_first), min(share.span.end_token, write_end)
 
 
-def check_entries(table: BlockTable, first: int, end: int, num_pages: int) -> None:
-    """What BlockTable.locate checks, without its arrays of all tokens. Raises PagesDoNotFit, with locate's words."""
-    entries = table.array[first // table.block_size : -(-end // table.block_size)]
-    if end > table.array.size * table.block_size or entries.min() < 0 or entries.max() >= num_pages:
-        table.locate(first, end, num_pages)
-
-
 def arrange(work: Work, table: BlockTable, keys: TagKeys, landing: bool, piece_bytes: int | None, offsets: bool, host_masks: int) -> None:
     """Cuts the moves into pieces and their launches, and gathers everything that these need in work.arguments.
 
@@ -205,7 +198,7 @@ def arrange(work: Work, table: BlockTable, keys: TagKeys, landing: bool, piece_b
     """
     _add_masks_and_keys(work, keys, host_masks)
     arguments = work.arguments
-    end = max((move.share.span.end_token for move in work.moves), default=0)
+    end = max([move.share.span.end_token for move in work.moves], default=0)
     work.table = arguments.add(_entries(table, end))
     if landing:
         work.result = arguments.add(np.array([0, NO_ORDINAL, 0, 0, 0, NO_ORDINAL, 0, 0], np.int64))[0]

@@ -62,7 +62,7 @@ def check_fits(
                 _check_opaque(index, sides, codec)
                 # A short or wild block table is refused before anything is transferred.
                 check_tables(codec, group.head_dim)
-                held.table.locate(*written_range(group, first_token, end_token), key.num_pages)
+                held.table.check(*written_range(group, first_token, end_token), key.num_pages)
                 checked.add(kind)
             elif opaque[layer.codec] or any(side is not None and side.coding.kind is CodingKind.OPAQUE for side in sides):
                 _check_opaque(index, sides, manifest.codecs[layer.codec])

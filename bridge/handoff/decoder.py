@@ -291,6 +291,7 @@ class Decoder:
 
     async def _commit(self, link: Link, receiving: Receiving, ticket: Ticket) -> None:
         """Tells the prefiller that everything has landed, and counts where it does not confirm."""
+        await asyncio.sleep(0)  # who waits for the pages hears of them first
         try:
             await link.commit(ticket)
             self.observe("commit_sent", {})
