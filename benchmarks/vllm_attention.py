@@ -3,14 +3,18 @@
 KVBRIDGE_ATTENTION=planes python benchmarks/vllm_attention.py speed turboquant_4bit_nc     this back end, in planes
 KVBRIDGE_ATTENTION=slots  python benchmarks/vllm_attention.py speed turboquant_4bit_nc     in vLLM's slots
 python benchmarks/vllm_attention.py speed {fp8,auto,turboquant_4bit_nc}                   vLLM's own back ends
-python benchmarks/vllm_attention.py tokens OUT.json [--splits N] [--dtype PRESET] [--window W]   a small, sensitive model
+python benchmarks/vllm_attention.py tokens OUT.json [--model M] [--dtype PRESET] [...]     a small, sensitive model
 python benchmarks/vllm_attention.py compare A.json B.json ...                              how those differ from the first
+python benchmarks/vllm_attention.py oracle A.json                                          how those differ from transformers
 python benchmarks/vllm_attention.py store                                                  no vLLM needed
 python benchmarks/vllm_attention.py ties                                                   what an error does, by the context; a CPU will do
 
 `speed` is Qwen3-30B-A3B's shape, prompts of 8,192 tokens, decode in CUDA graphs, no inductor. Figures: the last 96 steps of a run of 129
 output tokens, when the whole batch decodes; and the difference between runs of 129 and 33, over 96, which has the prompts' noise in it.
 `tokens` generates greedily from many prompts; contexts are equal up to the first token that differs, and so are compared up to there.
+Its models (benchmarks/vllm_models.py) have what attention may have: qwen3 nothing, gemma2 a soft cap, gemma3 windows, gpt_oss sinks.
+vLLM's own TurboQuant back end runs only the first, so `oracle` (benchmarks/vllm_oracle.py) computes what all should say, and what they
+would with one of these left out. A TurboQuant cache needs tokens made with `--chunk`; vLLM for CPUs makes them with `--dtype auto`.
 """
 
 from __future__ import annotations
@@ -31,17 +35,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_FLASHINFER_SAMPLER="0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
+from benchmarks.vllm_models import MODELS, VOCABULARY, digest, make_model
+from benchmarks.vllm_oracle import oracle
+
 QWEN3_30B = dict(
     architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768,
     num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
     norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[], vocab_size=151936, max_position_embeddings=40960, rms_norm_eps=1e-6,
     rope_theta=1000000.0, hidden_act="silu", tie_word_embeddings=False, attention_bias=False, torch_dtype="bfloat16", bos_token_id=1,
     eos_token_id=2, use_sliding_window=False, router_aux_loss_coef=0.001, output_router_logits=False, initializer_range=0.02,
-)  # fmt: skip
-SMALL = dict(  # twelve layers: the first and last two keep a bf16 cache
-    vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=12, num_attention_heads=16, num_key_value_heads=2,
-    head_dim=128, max_position_embeddings=4096, rope_theta=10000.0, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2,
-    pad_token_id=0, initializer_range=0.1,
 )  # fmt: skip
 
 
@@ -113,37 +115,47 @@ def speed(dtype: str, batch: int, tokens: int, repeats: int) -> None:
     )
 
 
-def make_small(folder: str, window: int) -> None:
+def tokens(
+    out: Path, model: str, dtype: str, splits: int, prompts: int, count: int, window: int, chunk: int, one_group: bool, keep: list[str]
+) -> None:  # fmt: skip
+    """chunk: prompts are taken in chunks of so many tokens, each prompt's its own. 0: steps of 512 tokens, which prompts share.
+
+    one_group: layers with a window keep whole sequences, so that vLLM pads no layer's pages to the size of another's.
+    """
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    extra = dict(use_sliding_window=True, sliding_window=window, max_window_layers=0) if window else {}
-    Qwen3ForCausalLM(Qwen3Config(**SMALL, **extra)).to(torch.bfloat16).save_pretrained(folder)
-
-
-def tokens(out: Path, dtype: str, splits: int, prompts: int, count: int, window: int, keep: list[str]) -> None:
     from vllm import SamplingParams
 
     folder = tempfile.mkdtemp()
-    make_small(folder, window)
-    llm = engine(
-        folder, keep, kv_cache_dtype=dtype, max_model_len=2048, max_num_seqs=32, max_num_batched_tokens=512, kv_cache_memory_bytes=1 << 30,
-        gpu_memory_utilization=0.1, attention_config={"tq_max_kv_splits_for_cuda_graph": splits},
-        compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 32]},
-    )  # fmt: skip
+    make_model(model, folder, window)
+    shared = dict(kv_cache_dtype=dtype, max_model_len=2048, max_num_seqs=32, disable_hybrid_kv_cache_manager=one_group or None)
+    if chunk:
+        shared |= dict(max_num_batched_tokens=32 * max(chunk, 512), long_prefill_token_threshold=chunk)
+    else:
+        shared |= dict(max_num_batched_tokens=512)
+    if torch.cuda.is_available():
+        llm = engine(
+            folder, keep, **shared, kv_cache_memory_bytes=1 << 30, gpu_memory_utilization=0.1,
+            attention_config={"tq_max_kv_splits_for_cuda_graph": splits},
+            compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 32]},
+        )  # fmt: skip
+    else:  # vLLM for CPUs: a plain cache, to check the oracle
+        llm = engine(folder, **shared, kv_cache_memory_bytes=1 << 30, block_size=32, enforce_eager=True)
     rng = random.Random(3)  # lengths beyond the 512 tokens of a step: prompts in chunks, and batches of prompts and decodes
-    asked = [{"prompt_token_ids": [rng.randrange(3, 512) for _ in range(rng.choice((1, 7, 100, 500, 900, 1300)))]} for _ in range(prompts)]
+    asked = [[rng.randrange(3, VOCABULARY) for _ in range(rng.choice((1, 7, 100, 500, 900, 1300)))] for _ in range(prompts)]
     made = llm.generate(
-        asked, SamplingParams(temperature=0, max_tokens=count, min_tokens=count, ignore_eos=True, detokenize=False, logprobs=2),
+        [{"prompt_token_ids": ids} for ids in asked],
+        SamplingParams(temperature=0, max_tokens=count, min_tokens=count, ignore_eos=True, detokenize=False, logprobs=2),
         use_tqdm=False,
-    )  # fmt: skip
+    )
     rows = []
-    for request in made:
+    for ids, request in zip(asked, made, strict=True):
         given = request.outputs[0]
+        chosen = list(given.token_ids)
         best = [sorted(((p.logprob, t) for t, p in step.items()), reverse=True)[:2] for step in given.logprobs]
-        rows.append({"prompt": len(request.prompt_token_ids), "tokens": list(given.token_ids), "best": best})
-    out.write_text(json.dumps({"name": f"{name_of(dtype)} splits {splits} {keep}", "rows": rows}))
+        said = [step[token].logprob for step, token in zip(given.logprobs, chosen, strict=True)]
+        rows.append({"prompt": len(ids), "ids": ids, "tokens": chosen, "best": best, "said": said})
+    about = {"model": model, "dtype": dtype, "window": window, "chunk": chunk, "digest": digest(folder)}
+    out.write_text(json.dumps({"name": f"{name_of(dtype)} splits {splits} {keep}", **about, "rows": rows}))
     print("made", out, flush=True)
 
 
@@ -205,7 +217,7 @@ def ties(prompts: int, contexts: list[str]) -> None:
 
     ALL_ATTENTION_FUNCTIONS.register("decoded", attention)
     with tempfile.TemporaryDirectory() as folder:
-        make_small(folder, 0)
+        make_model("qwen3", folder, 0)
         model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="decoded").eval()
     for n, perturbed in (map(int, context.split(":")) for context in contexts):
         asked = torch.randint(3, 512, (max(8, min(prompts, 4000 // n)), n), generator=generator)
@@ -254,13 +266,19 @@ def main() -> None:
     one.add_argument("--repeats", type=int, default=1)
     two = commands.add_parser("tokens")
     two.add_argument("out", type=Path)
+    two.add_argument("--model", default="qwen3", choices=MODELS)
     two.add_argument("--dtype", default="turboquant_4bit_nc")
     two.add_argument("--splits", type=int, default=32)
     two.add_argument("--prompts", type=int, default=64)
     two.add_argument("--count", type=int, default=64)
     two.add_argument("--window", type=int, default=0)
+    two.add_argument("--chunk", type=int, default=0)
+    two.add_argument("--one-group", action="store_true")
     two.add_argument("--keep", nargs="*", default=[], choices=("prefill", "store"))
     commands.add_parser("compare").add_argument("paths", type=Path, nargs="+")
+    four = commands.add_parser("oracle")
+    four.add_argument("path", type=Path)
+    four.add_argument("--prompts", type=int, default=1 << 30)
     commands.add_parser("store")
     three = commands.add_parser("ties")
     three.add_argument("--prompts", type=int, default=64)
@@ -271,9 +289,11 @@ def main() -> None:
     if args.command == "speed":
         speed(args.dtype, args.batch, args.tokens, args.repeats)
     elif args.command == "tokens":
-        tokens(args.out, args.dtype, args.splits, args.prompts, args.count, args.window, args.keep)
+        tokens(args.out, args.model, args.dtype, args.splits, args.prompts, args.count, args.window, args.chunk, args.one_group, args.keep)
     elif args.command == "compare":
         compare(args.paths)
+    elif args.command == "oracle":
+        oracle(args.path, args.prompts)
     elif args.command == "ties":
         ties(args.prompts, args.contexts)
     else:
