@@ -68,7 +68,7 @@ def decode(folder: Path) -> None:
 def prefill(folder: Path, codec: str) -> None:
     """The first process: offers a payload, hands the ticket on, waits for the commit."""
     identity, other = create_identity("prefill-0", folder), create_identity("decode-0", folder)
-    print("opening the device: its code is compiled first, some 20 s", file=sys.stderr)
+    print("opening the device: its code is compiled first, some 20 s, minutes on a busy host", file=sys.stderr)
     agent = NixlAgent("prefill-0")
     prefiller = Prefiller(identity, {"decode-0": PeerConfig(other.certificate)}, open_device("cpu"), agent, staging_bytes=1 << 26)
     second = subprocess.Popen([sys.executable, __file__, "--decode", str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -104,6 +104,8 @@ def prefill(folder: Path, codec: str) -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--decode"]:
         decode(Path(sys.argv[2]))
+    elif len(sys.argv) > 2 or sys.argv[-1].startswith("-"):
+        sys.exit(__doc__)
     else:
         with tempfile.TemporaryDirectory() as made:
             try:

@@ -45,6 +45,7 @@ from bridge.wire import ContentKind, Manifest, PayloadMap, TagKeys, open_sealed
 
 _LAST_COMMITS_SECONDS = 1.0
 _SETTLE_INTERVAL = 0.1
+_NAMED_PEERS = 8
 _BUSY = "if that host is only busy, raise the bound `connect`"
 _NO_CONTROL_PORT = "check that it is the control port and not the data port, and compare the versions of both sides"
 
@@ -257,7 +258,8 @@ class Decoder:
             self.counters.add("failed", failure.clause)
             if failure is error:
                 raise
-            raise failure from error
+            # That the engine gave it up has no cause to be looked at.
+            raise failure from None if isinstance(error, asyncio.CancelledError) else error
         self.counters.add("committed")
         self.counters.add("received_bytes", amount=received.nbytes)
         return received
@@ -351,7 +353,8 @@ class Decoder:
         """The open connection to a prefiller's rank, or a new one. Raises PeerUnknown or CannotConnect."""
         peer = self._peers.get(name)
         if peer is None or not peer.host:
-            raise PeerUnknown(f"no prefiller named {name!r} with an address is configured here")
+            known = ", ".join(sorted(known for known, peer in self._peers.items() if peer.host)[:_NAMED_PEERS]) or "none"
+            raise PeerUnknown(f"no prefiller named {name!r} with an address is configured here (configured: {known})")
         if not 0 < peer.port + rank < 1 << 16:
             raise PeerUnknown(f"prefiller {name!r} has no rank {rank}: port {peer.port + rank} cannot be")
         while (link := self._links.get((name, rank))) is not None and link.lost is None:

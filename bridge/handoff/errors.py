@@ -142,7 +142,7 @@ class ModelDiffers(Incompatible):
     """The two sides hold different models."""
 
     clause = "model_differs"
-    remedy = "serve the same checkpoint on both sides"
+    remedy = "serve the same checkpoint on both sides, with the same compare_weights and --hf-overrides"
 
 
 class LayersMissing(Incompatible):
@@ -177,7 +177,7 @@ class ContentDiffers(Incompatible):
     """The payload holds the KV of other tokens than the decoder expects."""
 
     clause = "content_differs"
-    remedy = "send the same prompt to both sides"
+    remedy = "send the same prompt, and deploy the same LoRA adapters, to both sides"
 
 
 class LossyPayload(Incompatible):

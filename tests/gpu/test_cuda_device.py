@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bridge.devices import DeviceError, open_device
+from bridge.wire.errors import BadTag
 from tests.conformance.cases import Case, chunks, compare_payload, reference_pack, source
 
 pytestmark = pytest.mark.cuda
@@ -29,6 +30,23 @@ def packed(device, case: Case, mine, after=None) -> torch.Tensor:
 
 
 CASE = Case("turboquant_4bit_nc", head_dim=128, first=0, end=60)
+
+
+def test_masks_made_on_the_card_are_the_hosts(device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bytes, tags included, and each lands the other's."""
+    mine, made = source(CASE, "cuda"), []
+    (share,) = chunks(CASE.manifest(), mine.cache)
+    for on_host in (0, 1 << 30):
+        monkeypatch.setattr(device, "host_masks", on_host)
+        made.append(packed(device, CASE, mine))
+    assert torch.equal(*made)
+    for on_host in (0, 1 << 30):
+        monkeypatch.setattr(device, "host_masks", on_host)
+        device.land(mine.cache, mine.table, share.shares, CASE.keys(), made[0], CASE.first, CASE.end)
+    made[0][5] ^= 1
+    monkeypatch.setattr(device, "host_masks", 0)
+    with pytest.raises(BadTag):
+        device.land(mine.cache, mine.table, share.shares, CASE.keys(), made[0], CASE.first, CASE.end)
 
 
 def test_pack_waits_for_the_engines_stream(device) -> None:

@@ -179,9 +179,10 @@ def test_memory_in_quarantine_keeps_no_pages(pair, source):
     fetch = pair.decoder.start(offer.ticket, pair.target(*made))
     assert eventually(lambda: pair.steps.count("decoder reading") == 2)
     fetch.cancel()
-    with pytest.raises(errors.Cancelled):
+    with pytest.raises(errors.Cancelled) as caught:
         fetch.result(PATIENCE)
-    del fetch, made
+    assert caught.value.__cause__ is None, "what an engine itself gave up was logged with twenty lines of asyncio"
+    del caught, fetch, made
     assert eventually(lambda: gc.collect() >= 0 and alive() is None)
     assert pair.decoder.quarantined() > 0
     pair.agent.gate.set()
