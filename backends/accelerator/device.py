@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from backends.accelerator import masks, tags
 from backends.accelerator.lanes import Lane, Lanes
-from backends.accelerator.masks import launch_masks
 from backends.accelerator.rows import Place, land_on_host, pack_on_host, payload_to_rows, rows_to_payload
-from backends.accelerator.tags import OPTIONS, launch_tags
 from backends.accelerator.work import WHOLE_SEQUENCE, Launch, Move, Piece, Routes, Work, arrange, gather, written
 from backends.kernels import plan
 from backends.kernels.land import land_pages
@@ -71,7 +70,8 @@ class Accelerator:
     """Codes are unspecified of vectors with infinities or NaN, of values whose least and greatest elements are zeros of both signs, and of
     rotated keys so short that their norm is 0."""
     name = "accelerator"
-    tag_options: Mapping[str, int] = OPTIONS
+    tag_options: Mapping[str, int] = tags.OPTIONS
+    mask_options: Mapping[str, int] = masks.OPTIONS
     host_masks = 1 << 12
     """So many masks of tags a call are made on the host; from there on a launch on the device is cheaper."""
 
@@ -369,7 +369,7 @@ class Accelerator:
     def _queue_masks(self, work: Work, words: torch.Tensor) -> None:
         if work.stream is not None:
             with self._launching:
-                launch_masks(words, *work.stream)
+                masks.launch_masks(words, *work.stream, self.mask_options)
 
     def _queue_pack(self, lane: Lane, work: Work, piece: Piece, table: BlockTable, words: torch.Tensor, payload: torch.Tensor) -> None:
         for launch in piece.launches:
@@ -383,7 +383,7 @@ class Accelerator:
 
     def _queue_tags(self, lane: Lane, piece: Piece, words: torch.Tensor, payload: torch.Tensor, result: torch.Tensor, store: bool) -> None:
         with self._launching:
-            launch_tags(payload, words, result, piece.records, piece.run_count, piece.most_blocks, store, self.tag_options)
+            tags.launch_tags(payload, words, result, piece.records, piece.run_count, piece.most_blocks, store, self.tag_options)
 
     def _queue_land(
         self,

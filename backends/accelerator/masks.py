@@ -7,6 +7,8 @@ A payload of 8,192 tokens and 48 layers has 98,304 masks: 0.3 ms of a host's tim
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +17,8 @@ RECORD = 3
 """Words of a record: ordinal of the first mask, how many there are, and the word where the first one is to stand."""
 _STATES = 64
 _MASKS_OF_STATE = 8
+OPTIONS = {"num_warps": 2}
+"""Triton's launch options, unless an architecture has its own."""
 
 
 @triton.jit
@@ -80,11 +84,11 @@ def masks_kernel(words, state, records, B: tl.constexpr, RECORD_WORDS: tl.conste
     _store(out, place + 7, count, x14 + s14, x15 + s15)
 
 
-def launch_masks(words: torch.Tensor, state: int, records: int, count: int, most: int) -> None:
+def launch_masks(words: torch.Tensor, state: int, records: int, count: int, most: int, options: Mapping[str, int] = OPTIONS) -> None:
     """Queues one launch that writes `count` stretches of masks into `words`, int64 on the device.
 
     state: the word where bridge.wire.TagKeys.state stands. records: the word of the first of `count` records. most: the masks of the
-    longest stretch.
+    longest stretch. options: Triton's, for the launch.
     """
     states = most // _MASKS_OF_STATE + 2  # a stretch may begin and end in the middle of one
-    masks_kernel[((states + _STATES - 1) // _STATES, count)](words, state, records, B=_STATES, RECORD_WORDS=RECORD, num_warps=2)
+    masks_kernel[((states + _STATES - 1) // _STATES, count)](words, state, records, B=_STATES, RECORD_WORDS=RECORD, **options)

@@ -12,7 +12,7 @@ from bridge.transfer.level_zero import level_zero_in_ucx
 
 try:
     from backends.accelerator.device import Accelerator
-    from backends.xpu.tuning import TAG_OPTIONS, tuning_for
+    from backends.xpu.tuning import MASK_OPTIONS, TAG_OPTIONS, tuning_for
 except ImportError as error:
     raise DeviceError(
         f"the device xpu needs Triton, which cannot be imported ({error})",
@@ -25,6 +25,7 @@ class XpuDevice(Accelerator):
 
     name = "xpu"
     tag_options = TAG_OPTIONS
+    mask_options = MASK_OPTIONS
 
     def __init__(self, index: int = 0, **options: Any) -> None:
         self.card = find_card(index)

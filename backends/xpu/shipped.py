@@ -20,9 +20,9 @@ _HEADS, _BLOCK = 2, 16
 class Configuration:
     """One kernel as it ships: what is compiled for it follows from the tuning of its architecture.
 
-    codec: the kernels of tags know none. element: of the pages; for "recode", which lands raw elements in slots, of the payload; for
-    `attend` of the queries. variant: "scaled" has scales other than 1 for fp8 keys and values, of the payload or of the pages. Of `attend`,
-    for 4 query heads a kv head and up to 128 sequences: "options" has a window, a soft cap and sinks, for up to 4,096 sequences;
+    codec: the kernels of tags and masks know none. element: of the pages; for "recode", which lands raw elements in slots, of the payload;
+    for `attend` of the queries. variant: "scaled" has scales other than 1 for fp8 keys and values, of the payload or of the pages. Of
+    `attend`, for 4 query heads a kv head and up to 128 sequences: "options" has a window, a soft cap and sinks, for up to 4,096 sequences;
     "folded" has folded norms, and one query head.
     """
 
@@ -57,7 +57,7 @@ def configurations() -> list[Configuration]:
     made += product(DEVICES, ("land",), ("fp8_e4m3", *TURBOQUANT), HEAD_DIMS, ("E4M3FN",), ("", "scaled"))
     made += product(DEVICES, ("pack_slots", "land_slots"), TURBOQUANT, HEAD_DIMS)
     made += product(DEVICES, ("recode",), TURBOQUANT, HEAD_DIMS, ELEMENTS)
-    made += product(DEVICES, ("make_tags", "verify_tags"))
+    made += product(DEVICES, ("make_tags", "verify_tags", "make_masks"))
     made += product(DEVICES, ATTEND, TURBOQUANT, HEAD_DIMS, ("BF16",))
     made += product(DEVICES, ATTEND, TURBOQUANT, HEAD_DIMS, ("FP16",), ("options",))
     made += product(DEVICES, ATTEND, TURBOQUANT[1:], HEAD_DIMS, ("BF16",), ("folded",))
@@ -78,11 +78,12 @@ class Launched:
 
 def kernels() -> tuple[Any, ...]:
     """All of them. Only where Triton is."""
-    from backends.accelerator import tags
+    from backends.accelerator import masks, tags
     from backends.kernels import land, pack, recode, slots
     from backends.kernels.attend.kernels import merge_kernel, pages_kernel
 
-    return pack.pack_kernel, land.land_kernel, slots.slots_kernel, recode.recode_kernel, tags.tags_kernel, pages_kernel, merge_kernel
+    moving = pack.pack_kernel, land.land_kernel, slots.slots_kernel, recode.recode_kernel
+    return *moving, tags.tags_kernel, masks.masks_kernel, pages_kernel, merge_kernel
 
 
 def launch(configuration: Configuration) -> Launched:
@@ -91,6 +92,12 @@ def launch(configuration: Configuration) -> Launched:
 
     if configuration.operation in (*ATTEND, "attend_merge"):
         return _attend(configuration)
+    if configuration.operation == "make_masks":
+        from backends.accelerator.masks import launch_masks
+        from backends.xpu.tuning import MASK_OPTIONS
+
+        launch_masks(torch.zeros(1 << 14, dtype=torch.int64), 0, 8, 1, 8, MASK_OPTIONS)
+        return Launched("masks_kernel", MASK_OPTIONS["num_warps"])
     if not configuration.codec:
         from backends.accelerator.tags import launch_tags
         from backends.xpu.tuning import TAG_OPTIONS

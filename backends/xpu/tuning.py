@@ -25,6 +25,9 @@ _ROTATED_ON_DG2 = {64: 8, 256: 32}
 TAG_OPTIONS = {"num_warps": 8, "threads_per_warp": 16}
 """Of the kernel of tags. With 4 sub-groups of 32 DG2's registers do not hold a program's products: 220 messages to scratch memory."""
 
+MASK_OPTIONS = {"num_warps": 4, "threads_per_warp": 16}
+"""Of the kernel of masks. With 2 sub-groups of 32 a lane's state and where it began fill DG2's registers: 79 messages to scratch memory."""
+
 
 def tuning_for(architecture: str) -> Callable[[str, SlotCodec, int], Tuning]:
     """The launch parameters of one architecture, as backends.accelerator takes them; of any other name, Ponte Vecchio's.

@@ -19,7 +19,7 @@ import torch
 from backends.xpu.described import cache_of, shares_of
 from backends.xpu.frames import Call, Done, Failed, SharedMemory, receive_call, send
 from backends.xpu.opencl_driver import OpenClDriver, activate
-from backends.xpu.tuning import TAG_OPTIONS, tuning_for
+from backends.xpu.tuning import MASK_OPTIONS, TAG_OPTIONS, tuning_for
 from bridge.errors import KVBridgeError
 from bridge.pages import BlockTable
 from bridge.wire import TagKeys
@@ -34,6 +34,8 @@ def _device(driver: OpenClDriver):  # type: ignore[no-untyped-def]
     class Emulated(Accelerator):
         name = "xpu-emulated"
         tag_options = TAG_OPTIONS
+        mask_options = MASK_OPTIONS
+        host_masks = 0  # or calls as small as those of tests would never run that kernel
 
         def probe(self) -> str:
             return (
