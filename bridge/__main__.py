@@ -13,10 +13,14 @@ def kvbridge() -> int:
     interrupts = Interrupts()
     failed = 2
     try:
-        from bridge.cli.main import USAGE_ERROR, main
+        try:
+            interrupts.install()
+            from bridge.cli.main import USAGE_ERROR, main
 
-        failed = USAGE_ERROR
-        code = main()
+            failed = USAGE_ERROR
+            code = main()
+        finally:
+            interrupts.settle()  # in here, since a signal may still come before it has begun
     except BaseException:
         if not interrupts.settle():
             raise

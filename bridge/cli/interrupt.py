@@ -6,6 +6,7 @@ a library may catch everything. An Interrupted that nobody holds any more was lo
 
 from __future__ import annotations
 
+import _thread
 import signal
 import sys
 import threading
@@ -31,7 +32,7 @@ class Interrupted(BaseException):
 
 
 class Interrupts:
-    """Turns SIGNALS into Interrupted in the main thread, until `settle`; from then on they are ignored.
+    """Turns SIGNALS into Interrupted in the main thread, from `install` until `settle`; from then on they are ignored.
 
     One that is ignored already stays so: nohup and a script's `command &` mean it.
     """
@@ -41,13 +42,17 @@ class Interrupts:
         self._raised: weakref.ref[Interrupted] | None = None
         self._since = 0.0
         self._unraisable = sys.unraisablehook
+        self._numbers: list[signal.Signals] = []
+
+    def install(self) -> None:
+        """Signals raise from here on, and may already while this runs: what catches Interrupted must be around the call."""
         sys.unraisablehook = self._tell
         self._numbers = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         for number in self._numbers:
             signal.signal(number, self._deliver)
 
     def settle(self) -> bool:
-        """No signal raises any more. Whether one came before."""
+        """No signal raises any more. Whether one came before. One that comes as this is called may raise out of it: then call it again."""
         self._settled = True
         for number in self._numbers:
             # Python puts back the default of a handler of its own while it ends, and would die by the next signal.
@@ -71,13 +76,14 @@ class Interrupts:
         return interrupted
 
     def _lost(self, reference: weakref.ref[Interrupted]) -> None:
-        if self._settled:
+        if self._settled or sys.is_finalizing():
             return
-        again = threading.Timer(AGAIN_SECONDS, self._again)
-        again.daemon = True
-        again.start()
+        # Not a threading.Thread, whose start takes a lock, which the code that was interrupted may hold, and waits for the thread, which
+        # never runs once the interpreter ends.
+        _thread.start_new_thread(self._again, ())
 
     def _again(self) -> None:
+        time.sleep(AGAIN_SECONDS)
         main = threading.main_thread().ident
         if main is not None and not self._settled:
             signal.pthread_kill(main, self._numbers[0])

@@ -39,13 +39,19 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     return top, by_name
 
 
+def _complain(sentence: str) -> None:
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):  # its reader has gone, or its disk is full
+            print(sentence, file=sys.stderr, flush=True)
+
+
 def _flush() -> bool:
     """Whether everything that was printed has left; a reader that went away is nobody's fault, but must not end in a traceback."""
     try:
         sys.stdout.flush()
     except OSError as error:
         if not isinstance(error, BrokenPipeError):
-            print(f"kvbridge: standard output cannot be written: {(error.strerror or str(error)).lower()}", file=sys.stderr)
+            _complain(f"kvbridge: standard output cannot be written: {(error.strerror or str(error)).lower()}")
         # The interpreter would try again at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return False
@@ -56,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 0, 1 where something that was checked is not so, 2 where it could not run."""
     top, by_name = parsers()
     if sys.stdout is None:  # closed by whoever started this
-        print("kvbridge: standard output is closed, so nothing can be said there", file=sys.stderr)
+        _complain("kvbridge: standard output is closed, so nothing can be said there")
         return USAGE_ERROR
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A character that the terminal's encoding lacks, or a file name that is not UTF-8, is no reason for a traceback. Under
@@ -82,8 +88,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _say(command: str, sentence: str) -> int:
-    if sys.stderr is not None:
-        with contextlib.suppress(OSError):  # its reader has gone
-            print(f"kvbridge {command}: {inspect.printable(' '.join(sentence.split()))}", file=sys.stderr, flush=True)
+    _complain(f"kvbridge {command}: {inspect.printable(' '.join(sentence.split()))}")
     _flush()
     return USAGE_ERROR

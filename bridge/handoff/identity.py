@@ -20,6 +20,7 @@ from cryptography.x509.oid import NameOID
 from bridge.handoff.errors import BadIdentity, PeerUnknown
 
 _LIFETIME = datetime.timedelta(days=3650)
+_MAX_PEM_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -94,18 +95,34 @@ def _context(identity: Identity, trusted: Iterable[Path], protocol: int) -> ssl.
 
 def _read_pem(path: Path) -> str:
     try:
-        return path.read_text(encoding="ascii")
+        with path.open("rb") as file:
+            data = file.read(_MAX_PEM_BYTES + 1)
+        if len(data) > _MAX_PEM_BYTES:
+            raise BadIdentity(f"{path} is longer than {_MAX_PEM_BYTES} bytes, and so no certificate or key")
+        return data.decode("ascii")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "no PEM file"
         raise BadIdentity(f"{path} cannot be read: {reason}") from None
 
 
 def certificate_der(path: Path) -> bytes:
-    """A certificate file's DER bytes. Raises BadIdentity."""
+    """A certificate file's DER bytes. Raises BadIdentity, also where the file holds several: a peer shows but one."""
+    text = _read_pem(path)
+    if (blocks := text.count("-----BEGIN")) > 1:
+        raise BadIdentity(f"{path} holds {blocks} certificates or keys", remedy="leave the host's own certificate in it, and nothing else")
     try:
-        return ssl.PEM_cert_to_DER_cert(_read_pem(path))
+        return ssl.PEM_cert_to_DER_cert(text)
     except ValueError:
         raise BadIdentity(f"{path} is no certificate in PEM form") from None
+
+
+def common_name(path: Path) -> str:
+    """Whom a certificate was made for, as `create_identity` writes it; empty where it says nothing. Raises BadIdentity."""
+    try:
+        subject = x509.load_der_x509_certificate(certificate_der(path)).subject
+    except ValueError:
+        raise BadIdentity(f"{path} is no certificate that can be read") from None
+    return next((str(name.value) for name in subject.get_attributes_for_oid(NameOID.COMMON_NAME)), "")
 
 
 def server_context(identity: Identity, peers: Mapping[str, PeerConfig]) -> ssl.SSLContext:

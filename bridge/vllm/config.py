@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from ipaddress import IPv6Address
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -27,10 +30,15 @@ MAX_NAME_BYTES = names.MAX_NAME_BYTES - len("-4095")
 
 _SHOWN = 80
 
+_PLAIN = re.compile(r"[A-Za-z0-9._-]+")
 
-def _shown(value: object) -> str:
+
+def shown(value: object) -> str:
     """A value that may be anything, in a sentence."""
-    text = repr(value)
+    return _cut(repr(value))
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
@@ -39,10 +47,19 @@ def _is_text(value: str) -> bool:
 
 
 def _is_host(value: str) -> bool:
-    """Whether a resolver can be asked for it."""
+    """Whether it can be an address or a host's name, alone: without blanks, brackets, port or scheme."""
+    if not value or len(value) > 253:
+        return False
     try:
-        return bool(value) and len(value) <= 253 and "\0" not in value and bool(value.encode("idna"))
-    except UnicodeError:
+        if ":" in value:
+            address, percent, zone = value.partition("%")
+            IPv6Address(address)
+            return not percent or bool(_PLAIN.fullmatch(zone))
+        name = value.encode("idna").decode("ascii")
+        if name.replace(".", "").isdigit():
+            socket.inet_aton(name)  # also takes 127.1, as resolvers do
+        return bool(_PLAIN.fullmatch(name))
+    except (ValueError, OSError):
         return False
 
 
@@ -52,7 +69,7 @@ def _bounds(given: Mapping[str, float]) -> Bounds:
         if name not in known:
             close = get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"the bounds are {', '.join(known)}"
-            raise BadConfiguration(f"bounds has the unknown key {name!r}", remedy=hint)
+            raise BadConfiguration(f"bounds has the unknown key {shown(name)}", remedy=hint)
     try:
         return Bounds(**given)
     except BadBounds as error:
@@ -138,33 +155,38 @@ class ConnectorConfig:
             if key not in known:
                 close = get_close_matches(str(key), known, n=1)
                 hint = f"did you mean {close[0]!r}?" if close else f"the keys are {', '.join(known)}"
-                raise BadConfiguration(f"kv_connector_extra_config has the unknown key {_shown(key)}", remedy=hint)
+                raise BadConfiguration(f"kv_connector_extra_config has the unknown key {shown(key)}", remedy=hint)
         try:
             entries = msgspec.convert(dict(extra), Entries, strict=False)
         except (msgspec.ValidationError, TypeError) as error:
-            raise BadConfiguration(f"kv_connector_extra_config: {error}") from None
+            what, at, where = str(error).partition(" - at ")
+            raise BadConfiguration(f"kv_connector_extra_config: {_cut(what)}{at}{_cut(where)}") from None
         bounds = _bounds(entries.bounds)
         for what, value, low, high in (
             ("port", entries.port, 0, 65535),
             ("data_port", entries.data_port, 0, 65535),
-            *((f"the port of {name!r}", peer.port, 0, 65535) for name, peer in entries.peers.items()),
+            *((f"the port of {shown(name)}", peer.port, 0, 65535) for name, peer in entries.peers.items()),
             *(("a layer of codec_by_layer", layer, 0, 65535) for layer in entries.codec_by_layer),
             ("minimum_gbps", entries.minimum_gbps, 0, 10_000),
             ("staging_bytes", entries.staging_bytes, 1 << 20, 1 << 44),
             ("chunk_tokens", entries.chunk_tokens, 16, 1 << 16),
         ):
             if not low <= value <= high:
-                raise BadConfiguration(f"{what} is {value}, outside {low} to {high}")
+                raise BadConfiguration(f"{what} is {shown(value)}, outside {low} to {high}")
         if not entries.name or not _is_text(entries.name) or len(entries.name.encode()) > MAX_NAME_BYTES:
             what = "empty" if not entries.name else "no name: too long, or no Unicode text"
             raise BadConfiguration(f"name is {what}", remedy="give the name of this engine's certificate")
         for name in entries.peers:
-            if not name or not _is_text(name):
-                raise BadConfiguration(f"peers has the name {_shown(name)}", remedy="give the name of that engine's certificate")
+            if not name or not _is_text(name) or len(name.encode()) > MAX_NAME_BYTES:
+                raise BadConfiguration(f"peers has the name {shown(name)}", remedy="give the name of that engine's certificate")
         hosts = {f"the host of peer {name!r}": peer.host for name, peer in entries.peers.items() if peer.host}
         for what, host in {"listen": entries.listen, **hosts}.items():
             if not _is_host(host):
-                raise BadConfiguration(f"{what} is {_shown(host)}, no address and no host's name", remedy="0.0.0.0 is all of IPv4")
+                raise BadConfiguration(
+                    f"{what} is {shown(host)}, no address and no host's name",
+                    remedy="write either alone, such as 10.0.0.1, fd00::1 or decode-0.example, with no blanks, brackets, port or scheme"
+                    + ("; 0.0.0.0 is all of IPv4" if what == "listen" else ""),
+                )
         if entries.data_port and entries.data_port == entries.port:
             raise BadConfiguration(
                 f"port and data_port are both {entries.port}", remedy="give each a port of its own, and one more for each TP rank"
@@ -172,9 +194,9 @@ class ConnectorConfig:
         if entries.chunk_tokens % 16:
             raise BadConfiguration(f"chunk_tokens is {entries.chunk_tokens}, no multiple of 16")
         if entries.staging not in get_args(Where):
-            raise BadConfiguration(f"staging is {_shown(entries.staging)}", remedy=f"choose one of {', '.join(get_args(Where))}")
+            raise BadConfiguration(f"staging is {shown(entries.staging)}", remedy=f"choose one of {', '.join(get_args(Where))}")
         if entries.agent not in KINDS:
-            raise BadConfiguration(f"there is no transfer agent {_shown(entries.agent)}", remedy=f"choose one of {', '.join(KINDS)}")
+            raise BadConfiguration(f"there is no transfer agent {shown(entries.agent)}", remedy=f"choose one of {', '.join(KINDS)}")
         if not entries.peers:
             raise BadConfiguration("peers is empty, so nobody can be met", remedy="name the other engines with their certificates")
         if entries.data_port and entries.agent != "stream":
@@ -188,15 +210,19 @@ class ConnectorConfig:
                 declared(codec[:_SHOWN])
             except UnknownCodec as error:
                 raise BadConfiguration(error.detail, remedy=error.advice) from None
-        files = [entries.certificate, entries.private_key, *(peer.certificate for peer in entries.peers.values())]
-        for name in files:
+        made = f"make it here with `kvbridge identity {shown(entries.name)}`, which makes both, or correct its path"
+        files = [("certificate", entries.certificate, made), ("private_key", entries.private_key, made)]
+        for name, entry in entries.peers.items():
+            copied = f"copy the .crt file here that `kvbridge identity {shown(name)}` made on that engine's host"
+            files.append((f"the certificate of peer {shown(name)}", entry.certificate, copied))
+        for what, file, remedy in files:
             try:
-                there = Path(name).is_file()
+                there = Path(file).is_file()
             except (OSError, ValueError) as error:  # a folder of another user, a name that is too long or none
                 reason = (error.strerror or "").lower() if isinstance(error, OSError) else str(error)
-                raise BadConfiguration(f"the file {_shown(name)} cannot be looked at: {reason}") from None
+                raise BadConfiguration(f"{what}, the file {shown(file)}, cannot be looked at: {reason}") from None
             if not there:
-                raise BadConfiguration(f"there is no file {_shown(name)}", remedy="make identities with `kvbridge identity NAME`")
+                raise BadConfiguration(f"{what}: there is no file {shown(file)}", remedy=remedy)
         identity = Identity(entries.name, Path(entries.certificate), Path(entries.private_key))
         peers = {name: PeerConfig(Path(p.certificate), p.host, p.port) for name, p in entries.peers.items()}
         if entries.name in peers:
@@ -205,7 +231,10 @@ class ConnectorConfig:
             own = certificate_der(identity.certificate)
             for name, peer in peers.items():
                 if certificate_der(peer.certificate) == own:
-                    raise BadConfiguration(f"the peer {name!r} has this engine's own certificate", remedy="copy that peer's .crt file here")
+                    raise BadConfiguration(
+                        f"the peer {name!r} has this engine's own certificate",
+                        remedy="copy that peer's .crt file here, or correct `certificate`, which is this engine's own",
+                    )
             PinnedPeers(peers)
             server_context(identity, peers)
         except BadIdentity as error:

@@ -23,6 +23,14 @@ def test_a_closed_standard_output_is_no_traceback(tmp_path, arguments):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("standard_output", [">/dev/full", ">&-"])
+@pytest.mark.parametrize("arguments", [["--version"], ["inspect", "nothing.kvb"]], ids=" ".join)
+def test_the_status_says_so_where_nothing_else_can(tmp_path, arguments, standard_output):
+    command = ["/bin/sh", "-c", f'exec "$@" {standard_output} 2>/dev/full', "sh", *COMMAND, *arguments]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, timeout=PATIENCE)
+    assert done.returncode == 2
+
+
 @pytest.mark.parametrize("unbuffered", [{}, {"PYTHONUNBUFFERED": "1"}])
 def test_a_reader_that_went_away_is_no_traceback(unbuffered):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": "", **unbuffered}

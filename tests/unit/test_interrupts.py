@@ -1,5 +1,7 @@
 """A signal ends a command wherever it comes: what C calls back cannot raise, and libraries catch what is not theirs."""
 
+import _thread
+import json
 import signal
 import subprocess
 import sys
@@ -7,10 +9,11 @@ import time
 
 import pytest
 
+from bridge.cli.interrupt import Interrupts
 from tests.signals import heard
 
 PROGRAM = """
-import os, signal, sys, time, weakref
+import os, signal, sys, threading, time, weakref
 from bridge.__main__ import kvbridge
 from bridge.cli import main
 
@@ -49,6 +52,11 @@ def turned():
     except ImportError:
         pass
 
+def caught_while_threads_wait():
+    with threading._active_limbo_lock:  # as inside Thread.start; a ring that is collected there loses what it holds
+        caught()
+        time.sleep(60)
+
 def lost_twice():
     caught()
     try:
@@ -81,7 +89,7 @@ sys.exit(kvbridge())
 """
 
 
-PLACES = ["in_a_callback", "in_del", "caught", "turned", "lost_twice", "become_an_error", "in_clean_up"]
+PLACES = ["in_a_callback", "in_del", "caught", "turned", "lost_twice", "become_an_error", "in_clean_up", "caught_while_threads_wait"]
 
 
 @pytest.mark.parametrize(("where", "number"), [(where, ("SIGINT", "SIGTERM")[i % 2]) for i, where in enumerate(PLACES)])
@@ -94,6 +102,90 @@ def test_a_signal_ends_the_command_wherever_it_comes(where, number):
     assert "Traceback" not in done.stderr
     assert "ignored" not in done.stderr
     assert done.stderr.splitlines()[-1] == "kvbridge: interrupted"
+
+
+EVERYWHERE = """
+import json, os, signal, sys, types
+import bridge.__main__ as command
+from bridge.cli.interrupt import Interrupts
+
+def main():
+    if how == "error":
+        raise RuntimeError("ours")
+    if how == "exit":
+        sys.exit(0)
+    return 0
+
+sys.modules["bridge.cli.main"] = types.SimpleNamespace(main=main, USAGE_ERROR=2)
+TRACED = {one.__code__ for one in (command.kvbridge, Interrupts.__init__, Interrupts.install, Interrupts.settle, main)}
+
+def once(number, place):
+    # How kvbridge() ends where the signal comes at that place, and whether it was sent: None where there is no such place any more.
+    passed, sent = 0, None
+
+    def traced(frame, event, argument):
+        nonlocal passed, sent
+        if frame.f_code not in TRACED:
+            return None
+        frame.f_trace_opcodes = True
+        passed += 1
+        if passed == place:
+            sent = signal.getsignal(number) != signal.SIG_DFL
+            if sent:
+                os.kill(os.getpid(), number)
+        return traced
+
+    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(one, signal.SIG_DFL)
+    sys.settrace(traced)
+    try:
+        code = command.kvbridge()
+    except BaseException as error:
+        code = type(error).__name__
+    sys.settrace(None)
+    return code, sent
+
+found = {}
+for how in ("return", "exit", "error"):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        place, codes = 0, []
+        while True:
+            place += 1
+            code, sent = once(number, place)
+            if sent is None:
+                break
+            codes.append([code, sent])
+        found[f"{how} {number.name}"] = codes
+print(json.dumps(found))
+"""
+
+
+def test_a_signal_at_every_instruction_between_start_and_end():
+    """Handlers are there before the first may come, and until none may: no traceback, no wait, and one of two exit codes."""
+    done = subprocess.run([sys.executable, "-c", EVERYWHERE], capture_output=True, text=True, timeout=50, preexec_fn=heard)
+    assert done.returncode == 0, done.stderr
+    assert set(done.stderr.splitlines()) == {"kvbridge: interrupted"}
+    found = json.loads(done.stdout)
+    assert len(found) == 9
+    for what, codes in found.items():
+        plain = {"return": 0, "exit": "SystemExit", "error": "RuntimeError"}[what.split()[0]]
+        came = [code for code, sent in codes if sent]
+        before = came.index(plain)
+        assert before > 20, what
+        assert came == [130] * before + [plain] * (len(came) - before), what
+        assert {code for code, sent in codes if not sent} == {plain}, what
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_nothing_is_raised_again_while_python_ends(monkeypatch, ends):
+    started = []
+    monkeypatch.setattr(_thread, "start_new_thread", lambda *arguments: started.append(arguments))
+    monkeypatch.setattr(sys, "is_finalizing", lambda: ends)
+    interrupts = Interrupts()
+    held = interrupts._watched()
+    assert not started
+    del held
+    assert len(started) == (not ends)
 
 
 def test_what_is_no_signal_is_still_told():

@@ -142,13 +142,72 @@ def test_defaults(entries):
         ("staging", "s" * 100_000, "staging is 'sss"),
         ("codec", "c" * 100_000, "there is no codec named"),
         ("data_port", 7750, "set agent to stream"),
+        ("compare_weights", "w" * 100_000, "`$.compare_weights`"),
+        ("x" * 100_000, 1, "unknown key 'xxx"),
+        ("bounds", {"l" * 100_000: 3}, "unknown key 'lll"),
+        ("peers", {"p" * 100_000: {"certificate": "x"}}, "peers has the name"),
+        ("peers", {"p" * 100_000: {"certificate": "x", "port": 99999}}, "is 99999, outside"),
+        ("peers", {"p": {"certificate": "x", "h" * 100_000: "y"}}, "hhh"),
+        ("port", 10**3000, "port is 1000"),
     ],
+    ids=lambda value: ascii(value)[:30],
 )
 def test_wrong_configurations(entries, key, value, says):
     with pytest.raises(BadConfiguration) as caught:
         ConnectorConfig.parse({**entries, key: value})
     assert says in f"{caught.value.detail} {caught.value.advice}"
     assert len(str(caught.value)) < 1000
+
+
+HOSTS = ["10.0.0.1", "127.1", "localhost", "decode_0.example.", "worker.1", "münchen.example", "::1", "fd00::1", "fe80::1%eth0", "0.0.0.0"]
+NO_HOSTS = [
+    "10.0.0.1:5600",
+    "[::1]",
+    "[::1]:5600",
+    "::1]",
+    "http://x",
+    "x/",
+    " ",
+    "10.0.0.1\n",
+    "\tx",
+    "a b",
+    "a\u3000b",
+    "10.0.0.0/8",
+    "x:1",
+]
+NO_HOSTS += [
+    "10.0.0.256",
+    "10.0.0.1.",
+    "1.2.3.4.5",
+    "::1%a b",
+    "::1%",
+    "fd00::1\n",
+    "user@x",
+    "x?",
+    "*",
+    "a..b",
+    ".",
+    "a\0",
+    "\ud800",
+    "a" * 64,
+]
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_hosts_that_can_be(entries, host):
+    peers = {"prefill-0": {**entries["peers"]["prefill-0"], "host": host}}
+    config = ConnectorConfig.parse({**entries, "listen": host, "peers": peers})
+    assert config.listen == config.peers["prefill-0"].host == host
+
+
+@pytest.mark.parametrize("host", NO_HOSTS, ids=ascii)
+def test_hosts_that_cannot_be(entries, host):
+    peers = {"prefill-0": {**entries["peers"]["prefill-0"], "host": host}}
+    for what, changed in (("the host of peer 'prefill-0'", {"peers": peers}), ("listen", {"listen": host})):
+        with pytest.raises(BadConfiguration) as caught:
+            ConnectorConfig.parse({**entries, **changed})
+        assert caught.value.detail == f"{what} is {host!r}, no address and no host's name"
+        assert "such as 10.0.0.1, fd00::1 or decode-0.example, with no blanks, brackets, port or scheme" in caught.value.advice
 
 
 def test_two_ports_are_not_one(entries):
