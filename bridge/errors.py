@@ -9,15 +9,16 @@ class KVBridgeError(Exception):
     """Something that kvbridge refused or could not do.
 
     `clause` names the rule that was broken, in counters and on the control channel; `remedy` says what the operator can do.
-    `str(error)` is one sentence of detail followed by the remedy.
+    `str(error)` is one sentence of detail followed by the remedy. What cannot be printed in it is escaped: a peer may have chosen the
+    words, and they go to logs and terminals.
     """
 
     clause: ClassVar[str] = "error"
     remedy: ClassVar[str] = ""
 
     def __init__(self, detail: str, *, remedy: str | None = None) -> None:
-        self.detail = detail.rstrip(".")
-        self.advice = (remedy if remedy is not None else self.remedy).rstrip(".")
+        self.detail = _printable(detail.rstrip("."))
+        self.advice = _printable((remedy if remedy is not None else self.remedy).rstrip("."))
         super().__init__(self.detail + ("; " + self.advice if self.advice else ""))
 
     def anew(self) -> Self:
@@ -25,6 +26,10 @@ class KVBridgeError(Exception):
         made = type(self).__new__(type(self), *self.args)
         made.__dict__.update(self.__dict__)
         return made
+
+
+def _printable(text: str) -> str:
+    return text if text.isprintable() else "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def all_error_types(root: type[KVBridgeError] = KVBridgeError) -> dict[str, type[KVBridgeError]]:

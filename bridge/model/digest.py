@@ -16,6 +16,8 @@ from bridge.model.weight_files import file_digest, weight_files
 MAX_CONFIG_ITEMS = 1 << 17
 MAX_CONFIG_DEPTH = 16
 MAX_ADAPTER_CONFIG_BYTES = 1 << 20
+MAX_NAME = 200
+MAX_TEXT = 1 << 16
 HASHING_THREADS = 4
 """hashlib and the disk both work outside Python's lock."""
 
@@ -41,11 +43,17 @@ NO_MEANING = frozenset(
 """Config fields, at any depth, that do not change what a token's K and V are."""
 
 
-def _canonical(value: Any, depth: int = 0, count: list[int] | None = None) -> Any:
-    count = count if count is not None else [0]
+EXACT = ("quantization_config", "compression_config")
+"""Config fields inside which every name and their order count: they may map patterns of layers' names, the first of which counts."""
+
+
+def _counted(depth: int, count: list[int]) -> None:
     count[0] += 1
     if depth > MAX_CONFIG_DEPTH or count[0] > MAX_CONFIG_ITEMS:
         raise BadConfig(f"the config is deeper than {MAX_CONFIG_DEPTH} or has over {MAX_CONFIG_ITEMS} items")
+
+
+def _scalar(value: Any) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -57,15 +65,42 @@ def _canonical(value: Any, depth: int = 0, count: list[int] | None = None) -> An
             raise BadConfig(f"the config holds the number {value}")
         return int(value) if value.is_integer() and abs(value) < 2**53 else value
     if isinstance(value, str):
-        if len(value) > 1 << 16:
+        if len(value) > MAX_TEXT:
             raise BadConfig(f"the config holds a text of {len(value)} characters")
         return value
+    raise BadConfig(f"the config holds {show(value)}, which is no JSON")
+
+
+def _named(value: Mapping[Any, Any]) -> dict[str, Any]:
+    """With texts as names, none of them cut and no two alike. Raises BadConfig."""
+    names = [str(key) for key in value]
+    longest = max(names, key=len, default="")
+    if len(longest) > MAX_NAME:
+        raise BadConfig(f"the config has a name of {len(longest)} characters, {show(longest)}", remedy=f"at most {MAX_NAME} are compared")
+    if len(set(names)) < len(names):
+        raise BadConfig("two names of the config are alike as texts")
+    return dict(zip(names, value.values(), strict=True))
+
+
+def _canonical(value: Any, depth: int, count: list[int]) -> Any:
+    """The same for two configs that mean the same: without NO_MEANING and nulls, names in any order."""
+    _counted(depth, count)
     if isinstance(value, Mapping):
-        kept = {str(key)[:200]: item for key, item in value.items() if str(key) not in NO_MEANING and item is not None}
-        return {key: _canonical(item, depth + 1, count) for key, item in _with_rope(kept).items()}
+        kept = {name: item for name, item in _named(value).items() if name not in NO_MEANING and item is not None}
+        return {name: (_exact if name in EXACT else _canonical)(item, depth + 1, count) for name, item in _with_rope(kept).items()}
     if isinstance(value, list | tuple):
         return [_canonical(item, depth + 1, count) for item in value]
-    raise BadConfig(f"the config holds {show(value)}, which is no JSON")
+    return _scalar(value)
+
+
+def _exact(value: Any, depth: int, count: list[int]) -> Any:
+    """With every name, in the order given, since the first that matches may be the one that counts."""
+    _counted(depth, count)
+    if isinstance(value, Mapping):
+        return {"pairs": [[name, _exact(item, depth + 1, count)] for name, item in _named(value).items()]}
+    if isinstance(value, list | tuple):
+        return [_exact(item, depth + 1, count) for item in value]
+    return _scalar(value)
 
 
 def _with_rope(config: dict[str, Any]) -> dict[str, Any]:
@@ -87,17 +122,19 @@ def model_digest(config: Any, weights: str | Path | Sequence[str | Path] | None 
     config: a mapping, or an object with `to_dict()`. All its fields count, at any depth, except those in NO_MEANING (a deny list: a new
     field that nobody has thought of makes two sides refuse each other, never read each other wrongly) and those that are null. Pass the
     same kind on both sides, best the parsed config.json: a transformers object adds its version's defaults.
-    weights: a folder (its .safetensors files, otherwise its one .gguf file), or the files. Their digest covers the tensors' names, shapes
-    and dtypes (safetensors) or the file's size (GGUF), and of every file the first, the last and 64 evenly spaced slices of 4 KiB; with
-    `whole` every byte, at the speed of the disk and of SHA-256. Digests of the two kinds are never equal.
+    Inside those in EXACT every name and their order count too.
+    weights: a folder (its .safetensors files, otherwise its one .gguf file), or the files. Their digest covers the tensors' names, shapes,
+    dtypes and places in the file (safetensors) or the first 64 MiB, with the header, and the size (GGUF), and of every file the first, the
+    last and 64 evenly spaced slices of 4 KiB; with `whole` every byte, at the speed of the disk and of SHA-256. Digests of the two kinds
+    are never equal.
 
     What it misses: without `whole`, weights that differ only outside those slices (a patch of a few tensors); adapters applied at run time
     (adapter_digest stands among the manifest's content digests); and an engine's own numerics. The same weights sharded into other files
     give another digest. Without weights two fine-tunings of one model are equal.
     Raises BadConfig and BadWeights.
     """
-    kind = b"kvbridge model 1, whole\0" if whole else b"kvbridge model 1\0"
-    digest = hashlib.sha256(kind + _text(as_mapping(config)) + b"\0")
+    kind = b"kvbridge model 2, whole\0" if whole else b"kvbridge model 2\0"
+    digest = hashlib.sha256(kind + _text(_canonical(as_mapping(config), 0, [0])) + b"\0")
     if weights is not None:
         files = weight_files(weights)
         with ThreadPoolExecutor(HASHING_THREADS) as threads:
@@ -118,22 +155,30 @@ def adapter_files(folder: Path) -> tuple[Path, Path]:
 def adapter_digest(folder: Path, *, whole: bool = False) -> bytes:
     """32 bytes (SHA-256) that are equal where two processes would apply the same LoRA: as model_digest, of a PEFT adapter's folder.
 
-    The name of the base model does not count: the model's own digest does. Raises BadConfig and BadWeights.
+    Inside alpha_pattern, rank_pattern and every other field every name counts, and their order, since vLLM takes the first pattern that
+    matches. The name of the base model does not count: the model's own digest does. Weights in PyTorch's own form (.bin, .pt) are always
+    read whole, and of safetensors at most 65,536 tensors. Raises BadConfig and BadWeights.
     """
     config, weights = adapter_files(folder)
     try:
         with config.open("rb") as file:
-            fields = json.loads(file.read(MAX_ADAPTER_CONFIG_BYTES))
+            text = file.read(MAX_ADAPTER_CONFIG_BYTES + 1)
     except OSError as error:
         raise BadWeights(f"{config} cannot be read: {error.strerror}") from None
+    if len(text) > MAX_ADAPTER_CONFIG_BYTES:
+        raise BadConfig(f"{config} is too large", remedy=f"at most {MAX_ADAPTER_CONFIG_BYTES >> 20} MiB are compared")
+    try:
+        fields = json.loads(text)
     except (ValueError, RecursionError):
         raise BadConfig(f"{config} is no JSON") from None
     if not isinstance(fields, dict):
         raise BadConfig(f"{config} holds no object")
     fields.pop("base_model_name_or_path", None)
-    return hashlib.sha256(b"kvbridge adapter 1\0" + _text(fields) + b"\0" + file_digest(weights, whole, opaque=(".bin", ".pt"))).digest()
+    count = [0]
+    meant = {name: _exact(item, 1, count) for name, item in _named(fields).items() if item is not None}
+    return hashlib.sha256(b"kvbridge adapter 2\0" + _text(meant) + b"\0" + file_digest(weights, whole, adapter=True)).digest()
 
 
-def _text(config: Mapping[str, Any]) -> bytes:
-    text = json.dumps(_canonical(config), sort_keys=True, separators=(",", ":"), allow_nan=False)
+def _text(canonical: Any) -> bytes:
+    text = json.dumps(canonical, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return text.encode("utf-8", "surrogatepass")

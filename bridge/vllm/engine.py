@@ -7,9 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-
 from bridge.model import GeometryError, ModelGeometry, model_digest
+from bridge.model.config_fields import as_mapping
 from bridge.sharding import Layout, ShardingError
 from bridge.vllm.engine_pages import BlockGroup
 from bridge.vllm.errors import UnsupportedEngine
@@ -38,8 +37,12 @@ NEEDED_HOOKS = {
 SUPPORTED = "vLLM 0.32 is supported"
 
 
-def check_api(base: type = KVConnectorBase_V1) -> None:
+def check_api(base: type | None = None) -> None:
     """Raises UnsupportedEngine, naming the first difference, where this vLLM's connector interface is not the one relied on."""
+    if base is None:
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+        base = KVConnectorBase_V1
     for name, parameters in NEEDED_HOOKS.items():
         hook = getattr(base, name, None)
         if hook is None:
@@ -104,7 +107,8 @@ def digest(vllm_config: VllmConfig, whole: bool) -> bytes:
             remedy="convert the checkpoint to safetensors",
         )
     try:
-        return model_digest(_config(vllm_config, checkpoint), weights or None, whole=whole)
+        config = {**as_mapping(_config(vllm_config, checkpoint)), **_quantization_files(checkpoint)}
+        return model_digest(config, weights or None, whole=whole)
     except GeometryError as error:
         raise UnsupportedEngine(error.detail, remedy=error.advice) from None
 
@@ -117,6 +121,22 @@ def _config(vllm_config: VllmConfig, checkpoint: Path) -> Any:
     return json.loads(file.read_text()) if file.is_file() else vllm_config.model_config.hf_config.to_dict()
 
 
+QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""Beside config.json, where vLLM's quantizations look for what it lacks."""
+
+
+def _quantization_files(checkpoint: Path) -> dict[str, dict[str, Any]]:
+    """As fields of a config, compared exactly. Raises UnsupportedEngine."""
+    found = {}
+    for file in (checkpoint / name for name in QUANTIZATION_FILES):
+        if file.is_file():
+            try:
+                found[file.name] = {"quantization_config": json.loads(file.read_bytes())}
+            except (OSError, ValueError, RecursionError):
+                raise UnsupportedEngine(f"{file} cannot be read as JSON", remedy="copy the whole checkpoint anew") from None
+    return found
+
+
 def _checkpoint(vllm_config: VllmConfig) -> Path:
     """Where the weights are: the folder or file that vLLM was given, or what it downloaded for a hub's name."""
     model = vllm_config.model_config
@@ -127,6 +147,15 @@ def _checkpoint(vllm_config: VllmConfig) -> Path:
             remedy="give vLLM the checkpoint's folder",
         )
     return found
+
+
+def hashes_images(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM names a prompt's images, sounds and videos by their content: with both of its caches off it counts them instead.
+
+    As in BaseRenderer._process_mm_uuids of vLLM 0.32.
+    """
+    multimodal = vllm_config.model_config.multimodal_config
+    return multimodal is None or multimodal.mm_processor_cache_gb != 0 or bool(vllm_config.cache_config.enable_prefix_caching)
 
 
 def on_this_host(name: str, revision: str | None = None) -> Path | None:

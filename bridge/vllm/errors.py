@@ -37,7 +37,7 @@ class BadParameters(ConnectorError):
 
 
 class AdapterUnknown(ConnectorError):
-    """A request's LoRA adapter cannot be compared with the other engine's: its files are not here or cannot be read."""
+    """A request's LoRA adapter cannot be compared with the other engine's: its files are not here, unreadable, or others by now."""
 
     clause = "adapter_unknown"
     remedy = "give vLLM the adapter's own folder, with adapter_config.json and adapter_model.safetensors"

@@ -13,6 +13,7 @@ from bridge.handoff.ticket import Ticket
 from bridge.vllm import params
 from bridge.vllm.config import ConnectorConfig
 from bridge.vllm.content import Adapters, content_of
+from bridge.vllm.engine import hashes_images
 from bridge.vllm.errors import BadParameters
 from bridge.vllm.orders import Content, Failure, Load, Save, StepOrders
 from bridge.vllm.params import DecodeOrder, PrefillOrder
@@ -46,6 +47,7 @@ class SchedulerSide:
     def __init__(self, config: ConnectorConfig, vllm_config: VllmConfig, groups: int) -> None:
         self._config = config
         self._adapters = Adapters(config.compare_weights == "whole")
+        self._hashes_images = hashes_images(vllm_config)
         # Before a fetch of everything vLLM gives up the first token of a window, which computing the last prompt token anew still reads.
         self._recomputed = 1 if groups > 1 else 0
         self._engine_id = vllm_config.kv_transfer_config.engine_id or ""
@@ -63,6 +65,8 @@ class SchedulerSide:
 
     def new_request(self, request: Request) -> None:
         """Parses the request's parameters; what is wrong with them fails this request alone, later and in words."""
+        if request.lora_request is not None:
+            self._adapters.used(request.lora_request)
         try:
             order = params.parse(request.kv_transfer_params)
             if isinstance(order, PrefillOrder) and not self._produces:
@@ -72,7 +76,7 @@ class SchedulerSide:
             if isinstance(order, PrefillOrder) and order.codec and not self._config.request_codec:
                 raise BadParameters("requests may not choose a codec here", remedy="leave it out, or set request_codec")
             if isinstance(order, PrefillOrder):
-                self._prefills[request.request_id] = _Prefill(request, order, content_of(request, self._adapters))
+                self._prefills[request.request_id] = _Prefill(request, order, content_of(request, self._adapters, self._hashes_images))
         except KVBridgeError as error:
             wants_fetch = isinstance(request.kv_transfer_params, dict) and request.kv_transfer_params.get("do_remote_prefill")
             logger.warning("request %s: %s", request.request_id, error)
@@ -100,7 +104,7 @@ class SchedulerSide:
         good = order if isinstance(order, DecodeOrder) else None
         content: Content = ()
         try:
-            content = content_of(request, self._adapters)
+            content = content_of(request, self._adapters, self._hashes_images)
         except KVBridgeError as bad:  # token ids that no tokenizer gives, an adapter whose files are not here
             good, error = None, error or Failure.of(bad)
         if external > 0:

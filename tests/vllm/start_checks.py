@@ -1,5 +1,6 @@
 """Runs in vLLM's environment: what the connector refuses of an engine's settings, and what its log line counts. Prints one JSON object."""
 
+import dataclasses
 import json
 import logging
 import math
@@ -7,10 +8,16 @@ import os
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import torch
+from safetensors.torch import save_file
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.processing.inputs import ProcessorInputs
+from vllm.renderers.base import BaseRenderer
 
 from bridge.errors import KVBridgeError
 from bridge.handoff import Ticket
@@ -75,12 +82,38 @@ def warnings_of_refusals(count: int) -> list[str]:
     return told
 
 
-def scheduled(params: dict, token_ids: list[int], **more: object) -> list[object]:
-    """What the scheduler's side makes of a request, as an engine's steps ask for it: [fetched tokens, the load's error]."""
+def scheduler(multimodal: object = None, caches: bool = True) -> SchedulerSide:
     config = SimpleNamespace(request_codec=True, compare_weights="sampled")
-    transfer = SimpleNamespace(engine_id="e", is_kv_producer=True)
-    engine = SimpleNamespace(kv_transfer_config=transfer, parallel_config=SimpleNamespace(tensor_parallel_size=1))
-    side = SchedulerSide(config, engine, 1)
+    engine = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(engine_id="e", is_kv_producer=True),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        model_config=SimpleNamespace(multimodal_config=multimodal),
+        cache_config=SimpleNamespace(enable_prefix_caching=caches),
+    )
+    return SchedulerSide(config, engine, 1)
+
+
+def replaced_adapter(folder: str) -> list[bool]:
+    """Whether a prefill is handed off: after a request that was not, and again once that request's adapter has other files."""
+    path, side, found = Path(folder), scheduler(), []
+    lora = LoRARequest("tuned", 1, folder)
+    asked = (None, {"do_remote_decode": True}, {"do_remote_decode": True})
+    for seed, wanted in zip((1, 1, 2), asked, strict=True):
+        (path / "adapter_config.json").write_text("{}")
+        save_file({"w": torch.full((4, 4), float(seed))}, path / "adapter_model.safetensors")
+        side.new_request(made(prompt_token_ids=[1], num_prompt_tokens=1, kv_transfer_params=wanted, lora_request=lora))
+        found.append(bool(side._prefills))
+        side._prefills.clear()
+    side = scheduler()
+    for wanted in asked[:2]:
+        side.new_request(made(prompt_token_ids=[1], num_prompt_tokens=1, kv_transfer_params=wanted, lora_request=lora))
+        save_file({"w": torch.zeros(4, 4)}, path / "adapter_model.safetensors")
+    return [*found, bool(side._prefills)]
+
+
+def scheduled(params: dict, token_ids: list[int], multimodal: object = None, caches: bool = True, **more: object) -> list[object]:
+    """What the scheduler's side makes of a request, as an engine's steps ask for it: [fetched tokens, the load's error]."""
+    side = scheduler(multimodal, caches)
     request = made(prompt_token_ids=token_ids, num_prompt_tokens=len(token_ids), kv_transfer_params=params, **more)
     side.new_request(request)
     count, _ = side.matched_tokens(request, 0)
@@ -90,9 +123,76 @@ def scheduled(params: dict, token_ids: list[int], **more: object) -> list[object
     return [count, f"{error.clause}: {error.detail}" if error else "", bool(side._prefills)]
 
 
+def first_images(processor_kwargs: dict) -> list[str]:
+    """The identifier that vLLM gives the first image of an engine without caches, twice: for two images of two engines."""
+    found = []
+    for _ in range(2):
+        renderer = SimpleNamespace(
+            model_config=SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_gb=0)),
+            config=SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=False)),
+            _validate_mm_uuids=lambda *_: None,
+        )
+        items = SimpleNamespace(get_all_counts=lambda: {"image": 1})
+        uuids = BaseRenderer._process_mm_uuids(renderer, None, items, {}, "renderer0-mm-1")
+        image = {"image": SimpleNamespace(get_all_items_for_hash=lambda: [object()])}
+        found += ProcessorInputs([], image, uuids, processor_kwargs).get_mm_hashes("model", "blake3")["image"]
+    return found
+
+
+WRITTEN = [
+    {"kv_load_failure_polcy": "fail"},
+    {"kv_load_failure_policy": "bogus"},
+    {"kv_load_failure_policy": None},
+    {"kv_load_failure_policy": "recompute"},
+    {"kv_port": "abc"},
+    {"kv_port": 5.5},
+    {"kv_port": "5"},
+    {"kv_port": 5.0},
+    {"kv_role": "both"},
+    {"kv_role": None},
+    {"kv_rank": 0},
+    {"engine_id": 5},
+    {"engine_id": "\ud800"},
+    {"engine_id": None},
+    {"kv_buffer_device": None},
+    {"enable_permute_local_kv": "true"},
+    {"enable_permute_local_kv": "perhaps"},
+    {"kv_connector_extra_config": None},
+    {},
+]
+"""Changes of a kv_transfer_config that vLLM takes, and others that it refuses."""
+
+
+def transfer_config() -> dict[str, object]:
+    """What vLLM's own class has, and what it takes: [configuration, whether it does], and [encoding, whether it does]."""
+    from pydantic import TypeAdapter, ValidationError
+    from vllm.config import kv_transfer
+
+    def takes(text: bytes) -> bool:
+        try:
+            TypeAdapter(kv_transfer.KVTransferConfig).validate_json(text)
+        except ValidationError:
+            return False
+        return True
+
+    plain = {"kv_connector": "BridgeConnector", "kv_connector_module_path": "bridge.vllm.connector", "kv_role": "kv_both"}
+    return {
+        "fields": {one.name: str(one.type) for one in dataclasses.fields(kv_transfer.KVTransferConfig)},
+        "roles": {
+            role: [role in get_args(kv_transfer.KVProducer), role in get_args(kv_transfer.KVConsumer)]
+            for role in get_args(kv_transfer.KVRole)
+        },
+        "taken": [[{**plain, **changed}, takes(json.dumps({**plain, **changed}).encode())] for changed in WRITTEN],
+        "encodings": [[encoding, takes(json.dumps(plain).encode(encoding))] for encoding in ("utf-8", "utf-8-sig", "utf-16")],
+    }
+
+
 def main() -> None:
     ticket = params.for_decoder(Ticket("prefill-0", "r", 7, 1), 1, 3, "engine")
     stats = BridgeStats(data={"prefiller_offered": 1, "prefiller_staging_bytes": -2777088, "decoder_staging_bytes": 4096})
+    without = {"multimodal": SimpleNamespace(mm_processor_cache_gb=0), "caches": False}
+    counted, mixed = first_images({}), first_images({"max_pixels": 64})
+    images = [[SimpleNamespace(identifier=one)] for one in (counted[0], mixed[0], "5f" * 32)]
     absent = SimpleNamespace(lora_name="tuned", lora_path="/there/is/no/adapter")
     halves = [True, False, True]
     found = {
@@ -101,17 +201,25 @@ def main() -> None:
         "data": refusal(data_parallel_size_local=2),
         "data, each engine by itself": refusal(data_parallel_size_local=2, data_parallel_external_lb=True),
         "log line": stats.reduce(),
+        "transfer config": transfer_config(),
         "fetch": scheduled(ticket, [1, 2, 3]),
         "fetch of no tokens": scheduled(ticket, [1, -2, 3]),
         "prefill": scheduled({"do_remote_decode": True}, [1, 2, 3]),
         "prefill of no tokens": scheduled({"do_remote_decode": True}, [1, 1 << 32, 3]),
         "fetch with an adapter that is not here": scheduled(ticket, [1, 2, 3], lora_request=absent),
         "prefill with an adapter that is not here": scheduled({"do_remote_decode": True}, [1, 2, 3], lora_request=absent),
+        "images that are counted": [counted, scheduled(ticket, [1, 2, 3], mm_features=images[0])],
+        "images that are counted, and hashed": [
+            mixed,
+            scheduled(ticket, [1, 2, 3], **without, mm_features=images[1]),
+        ],
+        "images that are hashed": scheduled(ticket, [1, 2, 3], mm_features=images[2]),
         "embeddings": [embedded(1, halves), embedded(1, halves), embedded(2, halves), embedded(1, [True] * 3)],
         "refusals": warnings_of_refusals(3),
         "embeddings of another type": [embedded(1, halves, torch.bfloat16), embedded(1, halves)],
     }
     with tempfile.TemporaryDirectory() as folder:
+        found["an adapter that was replaced"] = replaced_adapter(folder)
         found["overrides"] = [overridden(folder), overridden(folder, rope_theta=1e6), overridden(folder, rope_theta=1e6)]
     print(json.dumps(found))
 

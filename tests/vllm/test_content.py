@@ -37,15 +37,19 @@ def test_one_adapter_in_two_places_and_another_of_its_name(rig, tmp_path):
     pair.assert_empty()
 
 
-def test_an_adapter_that_was_overwritten_is_another(rig, tmp_path):
+def test_an_adapter_that_was_overwritten_is_no_longer_compared(rig, tmp_path):
+    """The decoder goes on computing with what it has loaded, so the new files say nothing, even where they are the prefiller's."""
     pair, tokens = rig.pair(ADAPTERS, ADAPTERS), prompt(100, seed=91)
-    mine, theirs = (make_adapter(tmp_path / name, seed=1) for name in ("mine", "theirs"))
+    mine, theirs, new = (make_adapter(tmp_path / name, seed) for name, seed in (("mine", 1), ("theirs", 1), ("new", 3)))
     params = pair.prefiller.generate(tokens, 1, offer(), adapter=str(mine)).params
-    assert pair.decoder.generate(tokens, 4, params, adapter=str(theirs)).reason == "length"
+    before = pair.decoder.generate(tokens, 4, params, adapter=str(theirs))
+    assert before.reason == "length"
     shutil.rmtree(theirs)
     make_adapter(theirs, seed=3)
-    params = pair.prefiller.generate(tokens, 1, offer(), adapter=str(mine)).params
+    assert pair.local(tokens, 4, adapter=str(theirs)).tokens == before.tokens, "vLLM computes with what it has loaded"
+    params = pair.prefiller.generate(tokens, 1, offer(), adapter=str(new)).params
     assert pair.decoder.generate(tokens, 4, params, adapter=str(theirs)).reason == "error"
+    assert pair.decoder.counters()["load_failed{adapter_unknown}"] == 1
     pair.assert_empty()
 
 

@@ -3,9 +3,12 @@
 import json
 import os
 import subprocess
+from typing import get_args
 
 import pytest
 
+from bridge.cli import check
+from bridge.vllm.errors import BadConfiguration
 from tests.vllm.engine import ROOT, vllm_python
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(200)]
@@ -30,6 +33,31 @@ def test_the_log_line_has_no_differences_of_gauges(said):
     assert said["log line"] == {"prefiller_offered": 1}
 
 
+def test_the_command_check_knows_vllms_own_class(said, tmp_path):
+    theirs = said["transfer config"]
+    assert theirs["roles"] == {role: list(meaning) for role, meaning in check.ROLES.items()}
+    assert set(get_args(check.FIELDS["kv_role"])) == set(check.ROLES)
+    fields = {name: str(kind) for name, kind in check.FIELDS.items()}
+    fields["kv_role"] = theirs["fields"]["kv_role"]  # compared above; theirs allows None, and refuses it beside kv_connector
+    assert fields == theirs["fields"]
+
+    path = tmp_path / "given.json"
+
+    def takes(given, encoding="utf-8"):
+        path.write_bytes(json.dumps(given).encode(encoding))
+        try:
+            check.check_fields(check.read(path))
+        except BadConfiguration:
+            return False
+        return True
+
+    for given, taken in theirs["taken"]:
+        assert takes(given) == taken, given
+    for encoding, taken in theirs["encodings"]:
+        assert takes(given, encoding) == taken, encoding
+    assert {taken for _, taken in theirs["taken"]} == {taken for _, taken in theirs["encodings"]} == {True, False}
+
+
 def test_token_ids_that_no_tokenizer_gives_end_no_scheduler(said):
     """HTTP refuses them, a program that calls the engine may not."""
     assert said["fetch"] == [3, "", False]
@@ -45,6 +73,21 @@ def test_an_adapter_that_cannot_be_compared_is_not_handed_off(said):
     assert count == 3
     assert error.startswith("adapter_unknown: the files of the adapter 'tuned' were not found on this host")
     assert said["prefill with an adapter that is not here"] == [0, "", False]
+
+
+def test_what_an_engine_first_used_an_adapter_as_counts_from_any_request(said):
+    """[not handed off, handed off, after a change], and after a change behind a request that was not handed off."""
+    assert said["an adapter that was replaced"] == [False, True, False, False]
+
+
+def test_images_that_this_engine_only_counts_are_not_compared(said):
+    """Without its caches vLLM's identifiers are counters, and hashes of counters: of two images they are the same."""
+    for kind in ("images that are counted", "images that are counted, and hashed"):
+        (one, other), (count, error, _) = said[kind]
+        assert one == other
+        assert count == 3
+        assert error.startswith("unsupported_engine: this engine does not hash images")
+    assert said["images that are hashed"] == [3, "", False]
 
 
 def test_embeddings_of_a_prompt_are_compared(said):
