@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvbridge")
 
-_STRANGERS_SECONDS = 60
+_QUIET_SECONDS = 60
 
 
 class _Sending:
@@ -96,7 +96,7 @@ class WorkerSide:
         self._fetches: dict[str, list[Fetch]] = {}
         self._failed_loads: dict[str, str] = {}
         self._plans: dict[int, list[_Source]] = {}
-        self._strangers_told = -math.inf
+        self._told: dict[str, float] = {}
 
     # Start-up.
 
@@ -166,16 +166,29 @@ class WorkerSide:
     def observed(self, side: str, step: str, details: dict[str, Any]) -> None:
         """Each step of a hand-off, from the thread that takes it."""
         logger.debug("%s: %s %s", side, step, details)
-        told = self._strangers_told
-        if step == "refused" and details["reason"] != tls.ENDED and time.monotonic() >= told + _STRANGERS_SECONDS:
-            self._strangers_told = time.monotonic()
+        if step == "refused" and details["reason"] != tls.ENDED and self._due(step):
             logger.warning(
                 "kvbridge refused a connection from %s to its control port (%s); if it was a decoder, its certificate must stand"
                 " under peers here, and this engine's under peers there. More of them are only counted for %d s",
                 details["address"],
                 details["reason"],
-                _STRANGERS_SECONDS,
+                _QUIET_SECONDS,
             )
+        if step == "expired" and not details["claimed"] and self._due(step):
+            logger.warning(
+                "kvbridge: no decoder asked for the KV of request %r before its lease ran out; see to it that the router passes this"
+                " engine's kv_transfer_params on to a decoder in time. More of them are only counted for %d s",
+                details["request_id"],
+                _QUIET_SECONDS,
+            )
+
+    def _due(self, what: str) -> bool:
+        """Whether a warning of this kind is due again."""
+        now = time.monotonic()
+        if now < self._told.get(what, -math.inf) + _QUIET_SECONDS:
+            return False
+        self._told[what] = now
+        return True
 
     def _open_device(self) -> Device:
         from vllm.platforms import current_platform

@@ -3,9 +3,9 @@
 import dataclasses
 import json
 import logging
-import math
 import os
 import tempfile
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
@@ -68,16 +68,17 @@ def overridden(folder: str, **overrides: object) -> str:
     return digest(engine, False).hex()
 
 
-def warnings_of_refusals(count: int) -> list[str]:
-    """What the worker's log says of so many connections that were turned away."""
+def warnings(count: int, step: str, **details: object) -> list[str]:
+    """What the worker's log says of a step that so often happens."""
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
     logger = logging.getLogger("vllm.kvbridge")
     logger.addHandler(handler)
-    side = SimpleNamespace(_strangers_told=-math.inf)
+    side = SimpleNamespace(_told={})
+    side._due = partial(WorkerSide._due, side)
     for _ in range(count):
-        WorkerSide.observed(side, "prefiller", "refused", {"address": "10.0.0.9", "reason": "self-signed certificate"})
+        WorkerSide.observed(side, "prefiller", step, details)
     logger.removeHandler(handler)
     return told
 
@@ -215,7 +216,9 @@ def main() -> None:
         ],
         "images that are hashed": scheduled(ticket, [1, 2, 3], mm_features=images[2]),
         "embeddings": [embedded(1, halves), embedded(1, halves), embedded(2, halves), embedded(1, [True] * 3)],
-        "refusals": warnings_of_refusals(3),
+        "refusals": warnings(3, "refused", address="10.0.0.9", reason="self-signed certificate"),
+        "expired": warnings(3, "expired", request_id="r", claimed=False),
+        "expired, but claimed": warnings(3, "expired", request_id="r", claimed=True),
         "embeddings of another type": [embedded(1, halves, torch.bfloat16), embedded(1, halves)],
     }
     with tempfile.TemporaryDirectory() as folder:

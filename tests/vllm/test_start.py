@@ -108,3 +108,11 @@ def test_a_stranger_at_the_port_is_one_line_of_the_log(said):
     (line,) = said["refusals"]
     assert "from 10.0.0.9 to its control port (self-signed certificate)" in line
     assert "must stand under peers" in line
+
+
+def test_payloads_that_nobody_asks_for_are_one_line_of_the_log(said):
+    """As where a router does not pass the parameters on, which nothing else says."""
+    (line,) = said["expired"]
+    assert "no decoder asked for the KV of request 'r'" in line
+    assert "kv_transfer_params" in line
+    assert said["expired, but claimed"] == []
