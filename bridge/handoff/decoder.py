@@ -414,7 +414,11 @@ class Decoder:
             raise CannotConnect(f"{at}: {error}") from None
         channel = Channel(reader, writer, name, self.bounds.silence)
         try:
-            PinnedPeers({name: peer}).name_of(writer.get_extra_info("ssl_object").getpeercert(binary_form=True))
+            try:
+                shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+            except ValueError:  # the handshake's last message was spoilt
+                raise PeerLost(f"{at} ended the handshake") from None
+            PinnedPeers({name: peer}).name_of(shown)
             await channel.send(messages.Hello(messages.PROTOCOL_MAJOR, messages.PROTOCOL_MINOR, self.agent.kind))
             welcome = await self._welcome(channel, at)
             await asyncio.to_thread(self._stage_for, name, welcome.device)

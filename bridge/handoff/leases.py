@@ -127,11 +127,15 @@ class Leases:
                     raise UnknownLease("the ticket's request is not this lease's")
                 if claim.model != lease.manifest.model_digest:
                     raise ModelDiffers("the prefiller serves another model than the decoder")
-                if not lease.sessions:
+                if claim.reader >= claim.readers:
+                    raise ProtocolError(
+                        f"reader {claim.reader} of {claim.readers} claims the lease, which cannot be", remedy="readers count from 0"
+                    )
+                if lease.sessions and (claim.readers != lease.readers or claim.reader in lease.sessions):
+                    raise LeaseTaken(f"reader {claim.reader} of {claim.readers} comes too late: another decoder has the lease")
+                if not lease.sessions:  # a claim that is refused prolongs nothing
                     lease.readers = claim.readers
                     lease.deadline = time.monotonic() + self._bounds.lease
-                if claim.readers != lease.readers or claim.reader >= lease.readers or claim.reader in lease.sessions:
-                    raise LeaseTaken(f"reader {claim.reader} of {claim.readers} comes too late: another decoder has the lease")
                 lease.sessions[claim.reader] = session
                 lease.state = State.CLAIMED
                 session.grant(claim.sequence, lease)
@@ -208,10 +212,15 @@ class Leases:
     def expire(self) -> None:
         """Ends those whose time has run out."""
         now = time.monotonic()
+        expired = []
         with self.lock:
             for lease in [lease for lease in self._live.values() if lease.deadline < now]:
-                state = "claimed" if lease.state is State.CLAIMED else "not claimed"
+                claimed = lease.state is State.CLAIMED
+                state = "claimed" if claimed else "not claimed"
                 self._end(lease, LeaseExpired(f"the lease of request {lease.manifest.request_id!r} ran out, {state}"))
+                expired.append((lease.manifest.request_id, claimed))
+        for request_id, claimed in expired:
+            self._observe("expired", {"request_id": request_id, "claimed": claimed})
 
     def _end(self, lease: Lease, error: HandoffError | None, told: Session | None = None) -> None:
         """Frees everything of a live lease and tells its readers, except `told`. The lock is held."""

@@ -56,11 +56,14 @@ class Listener:
         self._counters.add("refused", clause)
         self._observe("refused", {"address": address, "reason": reason})
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept(self, address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         channel = Channel(reader, writer, "an unknown peer", self._bounds.silence)
         session: Session | None = None
         try:
-            certificate = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+            try:
+                certificate = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+            except ValueError:  # the connection has failed since its handshake
+                raise PeerLost("a peer ended the connection as soon as it was made") from None
             channel.peer = self._pinned.name_of(certificate)
             if self._sessions >= MAX_SESSIONS:
                 raise ProtocolError(f"{MAX_SESSIONS} control connections are open already")
@@ -69,7 +72,7 @@ class Listener:
             await session.serve()
         except KVBridgeError as error:  # an agent that cannot describe itself is no hand-off's error
             if session is None or not session.greeted or isinstance(error, ProtocolError):
-                self._refuse(error.clause, writer.get_extra_info("peername")[0], error.detail)
+                self._refuse(error.clause, address, error.detail)
             if session is not None and isinstance(error, HandoffError):
                 self._leases.drop(session, error)
         except asyncio.CancelledError:

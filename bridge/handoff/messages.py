@@ -55,7 +55,7 @@ class Welcome(msgspec.Struct, tag="welcome"):
     agent_metadata: Annotated[bytes, Meta(min_length=1, max_length=MAX_METADATA_BYTES)]
     address: U64
     nbytes: Offset
-    device: Name
+    device: Annotated[str, Meta(min_length=1, max_length=32)]
     index: U32
 
 

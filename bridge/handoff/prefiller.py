@@ -82,7 +82,7 @@ class Prefiller:
         except (OSError, OverflowError, ValueError) as error:  # ValueError: a name that is none, such as "a..b"
             self._loop.close()
             self._registration.release()
-            reason = (error.strerror if isinstance(error, OSError) else None) or error
+            reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or "its name was not resolved in time"
             raise CannotListen(f"control port {host}:{port} cannot be opened: {reason}") from None
         self._loop.submit(self._expire())
         observe("listening", {"port": self.port})

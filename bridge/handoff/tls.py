@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Coroutine
@@ -25,6 +26,8 @@ _READ_BYTES = 16 << 10
 """What one TLS record holds at most."""
 _BACKLOG = 128
 _ACCEPT_AGAIN_SECONDS = 0.05
+_NEXT_ADDRESS_SECONDS = 0.25
+"""After so long a name's next address is tried beside the one that has not answered (RFC 8305)."""
 
 
 class _Protocol(asyncio.StreamReaderProtocol, asyncio.BufferedProtocol):
@@ -61,7 +64,12 @@ async def connect(
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(MAX_MESSAGE_BYTES)
     transport, protocol = await loop.create_connection(
-        lambda: _Protocol(reader), host, port, ssl=context, ssl_handshake_timeout=handshake_seconds
+        lambda: _Protocol(reader),
+        host,
+        port,
+        ssl=context,
+        ssl_handshake_timeout=handshake_seconds,
+        happy_eyeballs_delay=_NEXT_ADDRESS_SECONDS,
     )
     return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
 
@@ -69,12 +77,13 @@ async def connect(
 class Server:
     """A listening port. Each handshake is a task of its own, of which there are so many at a time: other connections wait to be accepted.
 
-    accept: serves one authenticated connection. refused: called with the client's address and the reason, where a handshake fails.
+    accept: serves one authenticated connection, from the client's address, which the connection may no longer know. refused: called with
+    the client's address and the reason, where a handshake fails.
     """
 
     def __init__(
         self,
-        accept: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+        accept: Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
         context: ssl.SSLContext,
         handshake_seconds: float,
         refused: Callable[[str, str], None],
@@ -120,6 +129,9 @@ class Server:
 
     async def close(self) -> None:
         """Accepts no more and ends what is shaking hands. Connections live on."""
+        # First: a client that comes just now would be accepted for a task that is cancelled already, and stay open.
+        for sock in self._sockets:
+            asyncio.get_running_loop().remove_reader(sock)
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -150,7 +162,7 @@ class Server:
     async def _shake_hands(self, sock: socket.socket, address: str) -> None:
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: _Protocol(asyncio.StreamReader(MAX_MESSAGE_BYTES), self._accept),
+                lambda: _Protocol(asyncio.StreamReader(MAX_MESSAGE_BYTES), functools.partial(self._accept, address)),
                 sock,
                 ssl=self._context,
                 ssl_handshake_timeout=self._seconds,

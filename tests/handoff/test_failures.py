@@ -72,6 +72,18 @@ def test_claimed_twice(pair, source, target):
     fetch.result(PATIENCE)
 
 
+def test_a_claim_that_is_refused_prolongs_nothing(pair, source, target):
+    """Refused again and again, it kept the lease and its staging memory for ever."""
+    lease = (offer := parked(pair, source))._lease
+    before = lease.deadline, lease.readers
+    error = fetch_fails(pair, offer.ticket, target, errors.Refused, reader=3, readers=2)
+    assert error.clause == errors.ProtocolError.clause
+    assert "reader 3 of 2 claims the lease, which cannot be; readers count from 0" in str(error)
+    assert (lease.deadline, lease.readers) == before
+    pair.decoder.fetch(offer.ticket, pair.target(*target))
+    offer.wait(PATIENCE)
+
+
 def test_expiry(tmp_path, source, target):
     start, pair = time.monotonic(), Pair(tmp_path)
     offer = parked(pair, source)
@@ -84,6 +96,7 @@ def test_expiry(tmp_path, source, target):
     assert everything_is_free(pair)
     assert fetch_fails(pair, offer.ticket, target, errors.Refused).clause == errors.LeaseExpired.clause
     assert pair.prefiller.counters.snapshot()["failed{lease_expired}"] == 1
+    assert pair.steps.count("prefiller expired") == 1
     pair.close()
 
 

@@ -1,4 +1,4 @@
-"""What a control message costs in memory: nothing that its size does not explain."""
+"""The control channel's streams: what a message costs in memory, what arrives of it, who is connected and who is not."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ async def serving(accept, context):
 async def most_memory_of_an_echo(context_of_server, context_of_client):
     """Bytes, over what was held before, while MESSAGE crosses ROUNDS times each way."""
 
-    async def echo(reader, writer):
+    async def echo(address, reader, writer):
         while data := await reader.read(len(MESSAGE)):
             writer.write(data)
         writer.close()
@@ -69,7 +69,7 @@ def test_more_than_a_record_arrives_whole(contexts):
     async def cross():
         sent = bytes(range(256)) * 1000
 
-        async def say(reader, writer):
+        async def say(address, reader, writer):
             writer.write(sent)
             await writer.drain()
             writer.close()
@@ -103,7 +103,7 @@ def test_what_was_sent_before_the_end_arrives_whole(contexts, goodbye):
     async def receive():
         got = asyncio.get_running_loop().create_future()
 
-        async def count(reader, writer):
+        async def count(address, reader, writer):
             total = 0
             try:
                 while data := await reader.read(1 << 16):
@@ -120,3 +120,57 @@ def test_what_was_sent_before_the_end_arrives_whole(contexts, goodbye):
         return total
 
     assert [asyncio.run(receive()) for _ in range(10)] == [nbytes] * 10
+
+
+def test_a_client_that_comes_while_the_port_closes_is_not_left_waiting(contexts):
+    """It was accepted for a task that had been cancelled: asyncio logged an InvalidStateError, and its socket stayed open."""
+    logged = []
+
+    async def come():
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: logged.append(context))
+        server = await serving(print, contexts[0])
+        for _ in range(3):
+            await asyncio.sleep(0)  # it accepts now
+        client = socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE)
+        await asyncio.sleep(0)  # the loop looks for connections behind what is to run now
+        await server.close()
+        client.settimeout(2)
+        with client, contextlib.suppress(ConnectionError):
+            assert not await asyncio.to_thread(client.recv, 1)
+
+    asyncio.run(come())
+    assert not logged
+
+
+@pytest.fixture
+def unanswered():
+    """The port of an address that takes no connection: its backlog is full."""
+    with socket.create_server(("127.0.0.2", 0), backlog=0) as listening, contextlib.ExitStack() as stack:
+        for _ in range(4):
+            filling = stack.enter_context(socket.socket())
+            filling.setblocking(False)
+            filling.connect_ex(listening.getsockname())
+        yield listening.getsockname()[1]
+
+
+def test_a_name_whose_first_address_does_not_answer(contexts, monkeypatch, unanswered):
+    """As of a host whose IPv6 is not routed. It could never be connected."""
+
+    async def hold(address, reader, writer):
+        await reader.read()
+        writer.close()
+
+    async def connect():
+        server = await serving(hold, contexts[0])
+        found = [
+            socket.getaddrinfo(*where, type=socket.SOCK_STREAM)[0] for where in (("127.0.0.2", unanswered), ("127.0.0.1", server.port))
+        ]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        _, writer = await asyncio.wait_for(tls.connect("prefiller", server.port, contexts[1], PATIENCE), 10)
+        connected = writer.get_extra_info("peername")
+        writer.close()
+        await server.close()
+        return connected == ("127.0.0.1", server.port)
+
+    assert asyncio.run(connect())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from bridge.transfer.agent import ReadRange, RemoteMemory
 from bridge.transfer.errors import AgentUnavailable, PeerUnreachable, TransferFailed, TransferTimeout
 from bridge.transfer.ucx import agent as ucx_agent
+from bridge.transfer.ucx import worker as ucx_worker
 from tests.transfer import agents
 from tests.transfer.serving import MIB, closing, content, memory_of, poisoned, read_all
 from tests.transfer.test_release import until_released
@@ -244,3 +246,40 @@ def test_close_keeps_the_memory_where_ucx_does_not_come_to_an_end(unanswered, ca
     assert kept == [reader]
     assert reader.registered_bytes() == MIB
     assert "stays allocated until this process ends" in caplog.text
+
+
+def test_a_close_does_not_wait_for_a_connect_that_nobody_answers(pair, make, monkeypatch):
+    owner, hasty, said = pair[0], make("hasty", connect_seconds=60.0), []
+    monkeypatch.setattr(owner._owner, "handle", lambda message: None)
+
+    def connect():
+        try:
+            hasty.connect(owner.metadata())
+        except PeerUnreachable as error:
+            said.append(str(error))
+
+    connecting = threading.Thread(target=connect)
+    connecting.start()
+    assert eventually(lambda: hasty._all_links)
+    hasty.close()
+    connecting.join(10)
+    assert "this agent was closed" in said[0]
+
+
+def test_without_a_registration_cache_ucx_is_used_with_a_warning(caplog):
+    """UCX 1.21 without one crashes when a peer dies in the middle of a message."""
+    asked = []
+
+    class Bindings:
+        Feature = types.SimpleNamespace(TAG=1, WAKEUP=2)
+
+        def UCXContext(self, options, feature_flags):
+            asked.append(options)
+            if options.get("RCACHE_ENABLE") == "y":
+                raise RuntimeError("Unsupported operation")
+            return "context"
+
+    with caplog.at_level(logging.WARNING, "kvbridge.transfer"):
+        assert ucx_worker._context(Bindings(), {"TLS": "tcp"}) == "context"
+    assert asked == [{"TLS": "tcp", "RCACHE_ENABLE": "y"}, {"TLS": "tcp"}]
+    assert "no registration cache (Unsupported operation)" in caplog.text

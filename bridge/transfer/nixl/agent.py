@@ -269,6 +269,8 @@ class NixlAgent:
             if peer._closed:
                 return
             peer._closed = True
+            if self._native is None:
+                return
             for transfer in [t for t in self._reads.of(peer._native) if t._peer is peer]:
                 self._reads.advance(transfer)
                 self._reads.give_up(transfer)

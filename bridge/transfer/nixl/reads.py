@@ -162,6 +162,9 @@ class Reads:
             transfer._failure = "its target was released, or its peer disconnected"
             return
         native, source, target = self._native, transfer._source, transfer._target.memory
+        if native is None:  # since the read was started
+            transfer._failure = "the agent was closed"
+            return
         for _ in range(PIECES_IN_FLIGHT - len(transfer._in_flight)):
             if not transfer._waiting:
                 return
@@ -276,8 +279,6 @@ class Reads:
         patience, transfer._asked = 0 if transfer._asked else _LOCK_SECONDS, True
         if self._lock.acquire(timeout=patience):
             try:
-                if self._native is None:
-                    return
                 self.give_up(transfer)
                 self.advance(transfer)
                 if transfer.settled:

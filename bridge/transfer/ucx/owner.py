@@ -153,6 +153,10 @@ class Owner:
             if not session.endpoint.alive or (session.under_way and now - session.moved > self._silence):
                 self._drop(number)
 
+    def sending(self) -> bool:
+        """Whether something that a reader asked for is under way."""
+        return any(session.under_way or session.refusals for session in self._sessions.values())
+
     def let_go(self, region: int) -> None:
         """Ends the sessions that are still being sent bytes of this region."""
         for number, session in list(self._sessions.items()):

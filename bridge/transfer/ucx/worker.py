@@ -23,6 +23,8 @@ from bridge.transfer.waker import Waker
 T = TypeVar("T")
 
 _CONTROL_BUFFERS = 64
+_MOST_CONTROL_BUFFERS = 1 << 12
+"""While so many messages are unfinished, their senders having stopped. 64 MiB."""
 _SPINS = 128  # progress calls between two looks at what has completed
 _CLOSE_NANOSECONDS = 2 * 10**9
 _LOOK_SECONDS = 0.001
@@ -48,6 +50,25 @@ class _Watch:
         return not self.requests
 
 
+def _context(bindings: Any, options: dict[str, str]) -> Any:
+    """A UCX context, with a registration cache where UCX can have one. Raises what ucxx raises.
+
+    Without one, UCX (1.21) ends the process when a peer dies in the middle of a message (ucp_memh_invalidate, of no cache). It has none
+    where it cannot watch the process's memory: for a further agent, once another UCX (NIXL's own, for one) was loaded after ours.
+    """
+    features = (bindings.Feature.TAG, bindings.Feature.WAKEUP)
+    try:
+        return bindings.UCXContext(options | {"RCACHE_ENABLE": "y"}, feature_flags=features)
+    except Exception as error:  # the bindings raise types of their own
+        context = bindings.UCXContext(options, feature_flags=features)
+        _LOG.warning(
+            "UCX has no registration cache (%s): it may end this process when a peer dies in the middle of a read; "
+            "let one process use one of the agents ucx and nixl, and leave UCX_MEM_EVENTS at its default",
+            said(error),
+        )
+        return context
+
+
 class UcxWorker:
     """transports: UCX's, used where the environment has no UCX_TLS. handle: called with each control message; tick: after each round; both
     on the worker's thread. Raises AgentUnavailable.
@@ -61,7 +82,7 @@ class UcxWorker:
             u = self._bindings
             options = {"WARN_UNUSED_ENV_VARS": "n", "RNDV_THRESH": str(wire.EAGER_BYTES)} | ({} if tls is None else {"TLS": tls})
             try:
-                self._context = u.UCXContext(options, feature_flags=(u.Feature.TAG, u.Feature.WAKEUP))
+                self._context = _context(u, options)
                 self._worker = u.UCXWorker(self._context)
                 self._worker.init_blocking_progress_mode()
                 self.address: bytes = self._worker.address.tobytes()
@@ -236,6 +257,7 @@ class UcxWorker:
             moved = True
             self._jobs.popleft()()
         moved |= self._receive_control(0)
+        moved |= self._make_room()
         if any(watch.completed() for watch in self._watches):
             moved = True
             over = [watch for watch in self._watches if watch.completed()]
@@ -263,9 +285,27 @@ class UcxWorker:
             request, buffer = self._control.pop(place)
             if int(request.status) == OK:
                 self._dispatch(buffer)
-            if not self._closing:
+            if not self._closing and len(self._control) < _CONTROL_BUFFERS:
                 self._post_control(buffer)
         return moved
+
+    def _make_room(self) -> bool:
+        """Posts more receives, up to _MOST_CONTROL_BUFFERS, where a control message has found none; whether any.
+
+        All that there are may be held by senders that have stopped in the middle: others would wait until these are gone.
+        """
+        before = len(self._control)
+        while not self._closing and len(self._control) < _MOST_CONTROL_BUFFERS and self._unexpected():
+            self._post_control(np.empty(wire.CONTROL_BYTES, np.uint8))
+        return len(self._control) > before
+
+    def _unexpected(self) -> bool:
+        """Whether a control message waits for a receive (0.7 us)."""
+        probe = getattr(self._worker, "tag_probe", None)  # not in every ucxx, and a bare truth value in some
+        if probe is None:
+            return False
+        found = probe(self._bindings.UCXXTag(wire.CONTROL_TAG))
+        return bool(getattr(found, "matched", found))
 
     def _dispatch(self, buffer: np.ndarray) -> None:
         try:
