@@ -17,8 +17,8 @@ class KVBridgeError(Exception):
     remedy: ClassVar[str] = ""
 
     def __init__(self, detail: str, *, remedy: str | None = None) -> None:
-        self.detail = _printable(detail.rstrip("."))
-        self.advice = _printable((remedy if remedy is not None else self.remedy).rstrip("."))
+        self.detail = printable(detail.rstrip("."))
+        self.advice = printable((remedy if remedy is not None else self.remedy).rstrip("."))
         super().__init__(self.detail + ("; " + self.advice if self.advice else ""))
 
     def anew(self) -> Self:
@@ -28,7 +28,8 @@ class KVBridgeError(Exception):
         return made
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
+    """The text with everything escaped that could move a terminal's cursor, reverse its text or begin a line of its own."""
     return text if text.isprintable() else "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
 
-from bridge.cli.inspect import printable
+from bridge.errors import printable
 from bridge.vllm.errors import BadConfiguration
 
 if TYPE_CHECKING:

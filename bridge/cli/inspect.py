@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.codecs import codec_name, dialects
+from bridge.errors import printable
 from bridge.wire import Manifest, PayloadMap
 from bridge.wire.container import open_container, read_manifest, verify_contents
 from bridge.wire.errors import TooLarge, WireError
@@ -54,11 +55,6 @@ def examine(file: io.BufferedReader) -> dict[str, Any]:
     except WireError as error:
         return report | {"verdict": error.clause, "detail": error.detail}
     return report | {"verdict": "ok"}
-
-
-def printable(text: str) -> str:
-    """The text with everything escaped that could move a terminal's cursor, reverse its text or begin a line of its own."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def describe(manifest: Manifest) -> dict[str, Any]:

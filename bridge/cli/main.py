@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from bridge import __version__
 from bridge.cli import check, demo, doctor, identity, inspect
-from bridge.errors import KVBridgeError
+from bridge.errors import KVBridgeError, printable
 
 COMMANDS = (demo, inspect, identity, check, doctor)
 USAGE_ERROR = 2
@@ -21,7 +21,7 @@ class _Parser(argparse.ArgumentParser):
     """One sentence and no usage block: `--help` has the rest."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
-        self.exit(USAGE_ERROR, f"{self.prog}: {inspect.printable(message)}; see {self.prog} --help\n")
+        self.exit(USAGE_ERROR, f"{self.prog}: {printable(message)}; see {self.prog} --help\n")
 
 
 def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
@@ -88,6 +88,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _say(command: str, sentence: str) -> int:
-    _complain(f"kvbridge {command}: {inspect.printable(' '.join(sentence.split()))}")
+    _complain(f"kvbridge {command}: {printable(' '.join(sentence.split()))}")
     _flush()
     return USAGE_ERROR

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from bridge.devices import DeviceError
-from bridge.handoff import PeerConfig, Prefiller, errors, identity, messages
+from bridge.handoff import PeerConfig, Prefiller, errors, identity, messages, tls
 from bridge.handoff.bounds import Bounds
 from bridge.handoff.identity import client_context, server_context
 from bridge.transfer.errors import RegistrationFailed
@@ -271,3 +271,29 @@ def test_a_decoder_that_goes_away_before_its_hello_is_counted(pair, go_away, cap
             assert eventually(lambda: len(pair.refusals) == count, 10)  # noqa: B023
     assert pair.prefiller.counters.snapshot()["refused{peer_lost}"] == 3
     assert not caplog.records
+
+
+def test_a_prefiller_that_spoils_the_handshakes_end_cannot_be_connected(pair, monkeypatch):
+    """Then the TLS object has no certificate to show. It was an error without a type."""
+    real = tls.connect
+
+    class Spoilt:
+        def __init__(self, writer):
+            self._writer = writer
+
+        def __getattr__(self, name):
+            return getattr(self._writer, name)
+
+        def get_extra_info(self, name):
+            return self if name == "ssl_object" else self._writer.get_extra_info(name)
+
+        def getpeercert(self, binary_form):
+            raise ValueError("handshake not done yet")
+
+    async def connect(*arguments):
+        reader, writer = await real(*arguments)
+        return reader, Spoilt(writer)
+
+    monkeypatch.setattr(tls, "connect", connect)
+    with pytest.raises(errors.CannotConnect, match="ended the handshake"):
+        pair.decoder.fetch(ticket(pair), target(pair))
