@@ -183,6 +183,12 @@ def device_names() -> list[str]:
     return sorted(point.name for point in entry_points(group=ENTRY_POINTS))
 
 
+def is_device_name(name: str) -> bool:
+    """Whether this may be the name of a registered backend's device: whether the device is there is not looked at."""
+    kind, _, ordinal = name.partition(":")
+    return kind in device_names() and (not ordinal or ordinal.isdecimal())
+
+
 def open_device(name: str) -> Device:
     """The registered backend of this name, such as "cpu" or "cuda"; with ":1" behind it, the second device of that kind.
 
@@ -190,7 +196,7 @@ def open_device(name: str) -> Device:
     """
     kind, _, ordinal = name.partition(":")
     for point in entry_points(group=ENTRY_POINTS):
-        if point.name == kind and (not ordinal or ordinal.isdecimal()):
+        if point.name == kind and is_device_name(name):
             made = point.load()
             if not ordinal:
                 return made()

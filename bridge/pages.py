@@ -280,7 +280,8 @@ class PagedCache:
 class BlockTable:
     """Where a request's tokens lie: token t is in page `pages[t // block_size]`, at position t % block_size.
 
-    pages: page ids from token 0 on; entries of tokens that are never touched may be anything.
+    pages: page ids from token 0 on; entries of tokens that are never touched may be anything. Raises PagesDoNotFit for what is no list of
+    numbers.
     """
 
     pages: Sequence[int]
@@ -288,7 +289,10 @@ class BlockTable:
     _array: np.ndarray = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_array", np.asarray(self.pages, dtype=np.int64))
+        array = np.asarray(self.pages, dtype=np.int64)
+        if array.ndim != 1 or self.block_size < 1:
+            raise PagesDoNotFit(f"a block table is one list of page ids, not {array.ndim} deep, with blocks of {self.block_size} tokens")
+        object.__setattr__(self, "_array", array)
 
     @property
     def array(self) -> np.ndarray:
@@ -302,6 +306,8 @@ class BlockTable:
 
     def check(self, first: int, end: int, num_pages: int) -> None:
         """Raises PagesDoNotFit where the table is too short for tokens [first, end), or names a page outside 0..num_pages - 1 for them."""
+        if first < 0:
+            raise PagesDoNotFit(f"there is no token {first}")
         if end > self._array.size * self.block_size:
             raise PagesDoNotFit(f"a block table of {self._array.size} pages of {self.block_size} tokens does not reach token {end - 1}")
         used = self._array[first // self.block_size : -(-end // self.block_size)]

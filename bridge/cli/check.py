@@ -77,13 +77,12 @@ def run(options: argparse.Namespace) -> int:
 
 def notes(config: ConnectorConfig) -> Iterator[str]:
     """What an engine takes, and what may be a mistake all the same: names beside those in certificates, and what this host lacks."""
-    from bridge.devices import device_names
+    from bridge.devices import device_names, is_device_name
     from bridge.handoff.identity import common_name
     from bridge.transfer.choose import PACKAGES, installed
 
-    kind, _, _ = config.device.partition(":")
-    if kind and kind not in device_names():
-        yield f"no device {kind!r} is installed here; the installed ones are {', '.join(device_names())}"
+    if config.device and not is_device_name(config.device):
+        yield f"no device {config.device!r} is installed here; the installed ones are {', '.join(device_names())}"
     if not installed(config.agent):
         yield f"the agent {config.agent} needs {' or '.join(PACKAGES[config.agent])}, which is not installed here"
     try:

@@ -58,6 +58,9 @@ class Adapters:
         """Of the adapter that vLLM computes this request with. Raises AdapterUnknown, also where its files are not those first used."""
         name, path = request.lora_name, request.lora_path
         now = self.digest(name, path)
+        if request.is_3d_lora_weight:
+            # The same tensors, taken in another order.
+            now = hashlib.sha256(b"3d\0" + now).digest()
         places: tuple[tuple[dict[Any, bytes], Any], ...] = (self._loaded, request.lora_int_id), (self._cached, (name, path))
         if any(key not in first and len(first) >= MAX_ADAPTERS for first, key in places):
             raise AdapterUnknown(f"this engine has used {MAX_ADAPTERS} adapters, and no more are compared", remedy="restart it")
@@ -68,12 +71,9 @@ class Adapters:
             for first, key in places:
                 first[key] = _CHANGED
             raise AdapterUnknown(
-                f"the files of the adapter {name[:100]!r} have changed since this engine first used it",
+                f"the files of the adapter {name[:100]!r} have changed since this engine first used it, or another was loaded in its place",
                 remedy="load it under a new name, or restart the engine",
             )
-        if request.is_3d_lora_weight:
-            # The same tensors, taken in another order.
-            return hashlib.sha256(b"3d\0" + now).digest()
         return now
 
     def used(self, request: LoRARequest) -> None:

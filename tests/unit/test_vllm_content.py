@@ -98,7 +98,7 @@ def test_files_that_change_under_a_loaded_adapter_end_its_hand_offs(tmp_path):
     adapters.used(lora(folder))
     adapter(folder, 2)
     for _ in range(2):
-        with pytest.raises(AdapterUnknown, match="'sql' have changed since this engine first used it; load it under a new name"):
+        with pytest.raises(AdapterUnknown, match="'sql' have changed since this engine first used it, or another was loaded in its place; load it under a new name"):
             adapters.of(lora(folder))
         adapter(folder, 1)  # as it was, but vLLM may have loaded the other meanwhile
     with pytest.raises(AdapterUnknown, match="have changed"):
@@ -137,6 +137,10 @@ def test_no_first_digest_is_forgotten(tmp_path, monkeypatch):
 def test_the_format_that_a_request_names_counts(tmp_path):
     folder = adapter(tmp_path / "a", 1)
     assert Adapters(False).of(lora(folder)) != Adapters(False).of(lora(folder, three=True))
+    adapters = Adapters(False)
+    adapters.of(lora(folder, 1))
+    with pytest.raises(AdapterUnknown, match="have changed since"):  # vLLM's prefix cache knows no format
+        adapters.of(lora(folder, 2, three=True))
 
 
 def test_what_to_do_about_an_adapter_is_said(tmp_path):

@@ -116,7 +116,9 @@ def test_what_may_be_a_mistake_is_noted(pasted, tmp_path, capsys, monkeypatch):
     peers = decoder["kv_connector_extra_config"]["peers"]
     create_identity("another", tmp_path)
     cases = {
-        "no device 'cudda' is installed here": {"device": "cudda:1"},
+        "no device 'cudda:1' is installed here": {"device": "cudda:1"},
+        "no device 'cuda:x' is installed here": {"device": "cuda:x"},
+        "no device ':' is installed here": {"device": ":"},
         "listen is 203.0.113.7, which is no address of this host": {"listen": "203.0.113.7"},
         "the certificate of peer 'prefil-0' was made for 'prefill-0'": {"peers": {"prefil-0": peers["prefill-0"]}},
         "the certificate of this engine was made for 'another'": {
