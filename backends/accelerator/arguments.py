@@ -29,5 +29,5 @@ class Arguments:
         return place, used
 
     def write(self, out: torch.Tensor) -> None:
-        """Fills out[self.reserved : self.words], int64 in host memory."""
-        np.concatenate(self._parts, out=out[self.reserved : self.words].numpy())
+        """Fills `out`, int64 [self.words - self.reserved] in host memory, with what follows the reserved words."""
+        np.concatenate(self._parts, out=out.numpy())

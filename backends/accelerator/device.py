@@ -254,9 +254,9 @@ class Accelerator:
             words = torch.empty(arguments.words, dtype=torch.int64, device=self._device)
             if work.moves:
                 # torch gives pinned memory out again only when the copies that were queued from it are done.
-                held = torch.empty(arguments.words, dtype=torch.int64, pin_memory=self.memory != "cpu")
+                held = torch.empty(arguments.words - arguments.reserved, dtype=torch.int64, pin_memory=self.memory != "cpu")
                 arguments.write(held)
-                words[arguments.reserved :].copy_(held[arguments.reserved :], non_blocking=True)
+                words[arguments.reserved :].copy_(held, non_blocking=True)
                 self._queue_masks(work, words)
             ready = self._module.Event()
             ready.record(self._planning)

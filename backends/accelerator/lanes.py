@@ -49,9 +49,9 @@ class Lane:
             size = max(count, 2 * self._words.numel(), _SMALL)
             self._host_words = torch.empty(size, dtype=torch.int64, pin_memory=self.pinned)
             self._words = torch.empty(size, dtype=torch.int64, device=self.device)
-        arguments.write(self._host_words)
-        first, words = arguments.reserved, self._words[:count]
-        words[first:].copy_(self._host_words[first:count], non_blocking=True)
+        words, held = self._words[:count], self._host_words[: count - arguments.reserved]
+        arguments.write(held)
+        words[arguments.reserved :].copy_(held, non_blocking=True)
         return words
 
     def read(self, result: torch.Tensor) -> np.ndarray:
