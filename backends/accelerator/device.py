@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from backends.accelerator import masks, tags
-from backends.accelerator.lanes import Lane, Lanes
+from backends.accelerator.lanes import Lane, Lanes, new_stream
 from backends.accelerator.rows import Place, land_on_host, pack_on_host, payload_to_rows, rows_to_payload
 from backends.accelerator.work import WHOLE_SEQUENCE, Launch, Move, Piece, Routes, Work, arrange, gather, written
 from backends.kernels import plan
@@ -94,7 +94,7 @@ class Accelerator:
         self._piece_bytes = piece_bytes
         self.scratch_bytes = piece_bytes * depth * lanes
         self._lanes = Lanes(self._device, lanes, depth)
-        self._planning = self._module.Stream() if made.type == "cpu" else self._module.Stream(device=self._device)
+        self._planning = new_stream(self._device)
         self._routes = Routes(self._device)
         self._launching = threading.RLock()
         self._launched: set[tuple] = set()
@@ -165,8 +165,7 @@ class Accelerator:
         point = self.mark() if after is None else after
         buffer = self._buffer(out, writable=True)
         work = gather(cache, table, shares, self._routes, buffer.numel(), write=None)
-        # Kernels take the caller's buffer as it is where it is this device's, given as a tensor, and aligned.
-        direct = isinstance(out, torch.Tensor) and buffer.data_ptr() % 16 == 0 and _aligned(work)
+        direct = _is_own(out, buffer) and _aligned(work)
         with self._lanes.taken() as lane, self._module.stream(lane.compute):
             lane.begin(point)
             for move in work.on_host:
@@ -207,8 +206,7 @@ class Accelerator:
         All tags of a piece are verified by a launch of their own before the one that writes its pages is queued.
         """
         buffer = self._buffer(data, writable=False)
-        own = isinstance(data, torch.Tensor) and buffer.data_ptr() % 16 == 0
-        self._landing(cache, table, shares, keys, buffer.numel(), own, (write_first, write_end), after)(data)
+        self._landing(cache, table, shares, keys, buffer.numel(), _is_own(data, buffer), (write_first, write_end), after)(data)
 
     def landing(
         self,
@@ -276,7 +274,7 @@ class Accelerator:
         data: Buffer,
     ) -> None:
         buffer = self._buffer(data, writable=False)
-        if buffer.numel() != nbytes or (direct and not (isinstance(data, torch.Tensor) and buffer.data_ptr() % 16 == 0)):
+        if buffer.numel() != nbytes or (direct and not _is_own(data, buffer)):
             raise PagesDoNotFit(f"the landing was planned for another buffer than one of {buffer.numel()} bytes on {buffer.device}")
         with self._lanes.taken() as lane, self._module.stream(lane.compute):
             lane.begin(point)
@@ -475,6 +473,11 @@ class Accelerator:
             held = payload[move.base : move.base + move.nbytes].cpu().numpy()
             verify_tags(held, move.share.as_span(), keys)
         raise BadTag("the device found a wrong tag, and the host found none: the payload changed in between")
+
+
+def _is_own(given: Buffer, buffer: torch.Tensor) -> bool:
+    """Whether kernels can use a caller's buffer as it is, if its shares are aligned too: this device's, given as a tensor, and aligned."""
+    return isinstance(given, torch.Tensor) and buffer.data_ptr() % 16 == 0
 
 
 def _aligned(work: Work) -> bool:

@@ -16,6 +16,12 @@ from backends.accelerator.arguments import Arguments
 _SMALL = 1 << 15
 
 
+def new_stream(device: torch.device) -> Any:
+    """A stream of the device; torch's streams of the host take no device."""
+    module = torch.get_device_module(device)
+    return module.Stream() if device.type == "cpu" else module.Stream(device=device)
+
+
 class Lane:
     """Two streams, so that copies overlap kernels, and buffers that grow to what was asked for.
 
@@ -25,8 +31,7 @@ class Lane:
     def __init__(self, device: torch.device, depth: int) -> None:
         self.device, self.module, self.depth = device, torch.get_device_module(device), depth
         self.pinned = device.type != "cpu"
-        make = self.module.Stream if device.type == "cpu" else lambda: self.module.Stream(device=device)
-        self.compute, self.copies = make(), make()
+        self.compute, self.copies = new_stream(device), new_stream(device)
         self._words = self._host_words = torch.empty(0, dtype=torch.int64)
         self._results = torch.zeros(8, dtype=torch.int64, pin_memory=self.pinned)
         self._slots: list[torch.Tensor | None] = [None] * depth
