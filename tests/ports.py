@@ -15,3 +15,17 @@ def kept_port(host: str = "127.0.0.1") -> Iterator[int]:
         keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         keeper.bind((host, 0))
         yield keeper.getsockname()[1]
+
+
+@contextlib.contextmanager
+def silent_port(host: str = "127.0.0.1") -> Iterator[int]:
+    """A port of `host` that answers no connection: its queue is full."""
+    with contextlib.ExitStack() as held:
+        listening = held.enter_context(socket.socket())
+        listening.bind((host, 0))
+        listening.listen(0)
+        for _ in range(8):
+            one = held.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(listening.getsockname())
+        yield listening.getsockname()[1]

@@ -10,6 +10,7 @@ import pytest
 
 from bridge.handoff import PeerConfig, create_identity, tls
 from bridge.handoff.identity import client_context, server_context
+from tests.ports import silent_port
 from tests.waiting import PATIENCE
 
 MESSAGE = b"m" * 300
@@ -145,13 +146,8 @@ def test_a_client_that_comes_while_the_port_closes_is_not_left_waiting(contexts)
 
 @pytest.fixture
 def unanswered():
-    """The port of an address that takes no connection: its backlog is full."""
-    with socket.create_server(("127.0.0.2", 0), backlog=0) as listening, contextlib.ExitStack() as stack:
-        for _ in range(4):
-            filling = stack.enter_context(socket.socket())
-            filling.setblocking(False)
-            filling.connect_ex(listening.getsockname())
-        yield listening.getsockname()[1]
+    with silent_port("127.0.0.2") as port:
+        yield port
 
 
 def test_a_name_whose_first_address_does_not_answer(contexts, monkeypatch, unanswered):

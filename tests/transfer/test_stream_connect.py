@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
 import time
@@ -12,6 +11,7 @@ import pytest
 from bridge.transfer.errors import AgentUnavailable, PeerUnreachable
 from bridge.transfer.stream import agent as stream_agent
 from bridge.transfer.stream import reader
+from tests.ports import silent_port
 from tests.transfer import agents
 from tests.transfer.serving import KEPT, MIB, memory_of, poisoned
 
@@ -34,23 +34,15 @@ def pair():
 
 
 @pytest.fixture
-def silent_port():
-    """A port that answers no connection: its queue is full."""
-    with contextlib.ExitStack() as held:
-        listening = held.enter_context(socket.socket())
-        listening.bind(("127.0.0.1", 0))
-        listening.listen(0)
-        for _ in range(8):
-            one = held.enter_context(socket.socket())
-            one.setblocking(False)
-            one.connect_ex(listening.getsockname())
-        yield listening.getsockname()[1]
+def silent():
+    with silent_port() as port:
+        yield port
 
 
-def test_a_name_with_many_silent_addresses_takes_no_longer_than_one(pair, silent_port, monkeypatch):
+def test_a_name_with_many_silent_addresses_takes_no_longer_than_one(pair, silent, monkeypatch):
     """Each once had the whole bound."""
     owner, hasty = pair(connect_seconds=0.5)
-    address = socket.getaddrinfo("127.0.0.1", silent_port, type=socket.SOCK_STREAM)
+    address = socket.getaddrinfo("127.0.0.1", silent, type=socket.SOCK_STREAM)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: address * 16)
     started = time.monotonic()
     with pytest.raises(PeerUnreachable):
@@ -58,9 +50,9 @@ def test_a_name_with_many_silent_addresses_takes_no_longer_than_one(pair, silent
     assert time.monotonic() - started < 5  # it was 8 s
 
 
-def test_a_later_address_has_time_left(silent_port, monkeypatch):
+def test_a_later_address_has_time_left(silent, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        found = [socket.getaddrinfo("127.0.0.1", p, type=socket.SOCK_STREAM)[0] for p in (silent_port, listening.getsockname()[1])]
+        found = [socket.getaddrinfo("127.0.0.1", p, type=socket.SOCK_STREAM)[0] for p in (silent, listening.getsockname()[1])]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
         with reader._connect(("two", 1), time.monotonic() + 2.0) as sock:
             assert sock.getpeername() == listening.getsockname()
