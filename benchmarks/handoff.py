@@ -31,8 +31,9 @@ from bridge.codecs import declared
 from bridge.devices import open_device
 from bridge.handoff import Decoder, Identity, PeerConfig, Prefiller, Target, Ticket, create_identity
 from bridge.pages import BlockTable, LayerPages, PagedCache
-from bridge.transfer.agent import ReadRange
+from bridge.transfer.agent import Agent, ReadRange
 from bridge.transfer.nixl import NixlAgent
+from bridge.transfer.ucx import UcxAgent
 from bridge.wire import ContentKind, Element, Group, Layer, Manifest, PayloadMap, token_digest
 
 HEADS, HEAD_DIM, PAGE = 4, 128, 16
@@ -99,7 +100,14 @@ def copy_rates(card: str) -> dict[str, float]:
     return rates
 
 
-def decode(folder: str, card: int, layers: int, most: int, host_in_flight: int, talk: Connection) -> None:
+def open_agent(kind: str, name: str, place: str, host_in_flight: int, serves: bool) -> Agent:
+    """What carries the bytes of a place: NIXL those of cards, and of host memory too unless `kind` says ucx."""
+    if place == "host" and kind == "ucx":
+        return UcxAgent(name, serves=serves, in_flight_bytes=host_in_flight)
+    return NixlAgent(name, serves=serves, in_flight_bytes=host_in_flight if place == "host" else DEVICE_IN_FLIGHT)
+
+
+def decode(folder: str, card: int, layers: int, most: int, kind: str, host_in_flight: int, talk: Connection) -> None:
     """The second process: fetches what it is told to, and says when it had it."""
     base = Path(folder)
     torch.cuda.set_device(card)
@@ -108,8 +116,7 @@ def decode(folder: str, card: int, layers: int, most: int, host_in_flight: int, 
     peers = {name: PeerConfig(base / f"{name}.crt", "127.0.0.1", port) for name, port in ports.items()}
     identity = Identity("decode", base / "decode.crt", base / "decode.key")
     places = [name.removeprefix("prefill-") for name in ports]
-    in_flight = {"device": DEVICE_IN_FLIGHT, "host": host_in_flight}
-    agents = {place: NixlAgent(f"decode-{place}", serves=False, in_flight_bytes=in_flight[place]) for place in places}
+    agents = {place: open_agent(kind, f"decode-{place}", place, host_in_flight, False) for place in places}
     steps: list[tuple[str, float]] = []
 
     def observe(step: str, details: object) -> None:
@@ -159,7 +166,8 @@ def decode(folder: str, card: int, layers: int, most: int, host_in_flight: int, 
                 start = time.perf_counter()
                 read = link.endpoint.read(link.memory, staging.registration, [ReadRange(0, 0, order["nbytes"])])
                 while not read.done():
-                    pass
+                    # As Move does: an agent with a thread of its own needs the interpreter meanwhile.
+                    time.sleep(0 if time.perf_counter() < start + 0.002 else 0.0002)
                 times.append(time.perf_counter() - start)
                 read.release()
             talk.send({"seconds": statistics.median(times)})
@@ -207,27 +215,30 @@ def main() -> int:
     parser.add_argument("--chunks", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
     parser.add_argument("--cards", type=int, nargs=2, default=[0, 1])
     parser.add_argument("--places", nargs="+", default=["device", "host"])
+    parser.add_argument("--host-agent", choices=["nixl", "ucx"], default="nixl", help="what carries host memory; cards' is NIXL's")
     parser.add_argument("--in-flight", type=int, default=64, help="MiB that a read of host memory asks for at a time")
     parser.add_argument("--quick", action="store_true", help="fewer chunk sizes and repeats")
     options = parser.parse_args()
     if options.quick:
         options.repeats, options.chunks = min(options.repeats, 5), [2048, 8192]
     most, (card, other) = max(options.tokens), options.cards
+    carrier = options.host_agent, options.in_flight << 20
     record: dict = {"layers": options.layers, "heads": HEADS, "head_dim": HEAD_DIM, "page": PAGE, "torch": torch.__version__, "rows": []}
+    record["host_agent"] = options.host_agent
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder)
         second_identity = create_identity("decode", base)
         identities = {place: create_identity(f"prefill-{place}", base) for place in options.places}
         spawn = multiprocessing.get_context("spawn")
         talk, theirs = spawn.Pipe()
-        second = spawn.Process(target=decode, args=(folder, other, options.layers, most, options.in_flight << 20, theirs), daemon=True)
+        second = spawn.Process(target=decode, args=(folder, other, options.layers, most, *carrier, theirs), daemon=True)
         second.start()
         torch.cuda.set_device(card)
         device = open_device(f"cuda:{card}")
-        agent = NixlAgent("prefill")
+        agents = {place: open_agent(carrier[0], f"prefill-{place}", place, carrier[1], True) for place in options.places}
         peers = {"decode": PeerConfig(second_identity.certificate)}
         prefillers = {
-            place: Prefiller(identity, peers, device, agent, staging_bytes=STAGING, staging=place)  # type: ignore[arg-type]
+            place: Prefiller(identity, peers, device, agents[place], staging_bytes=STAGING, staging=place)  # type: ignore[arg-type]
             for place, identity in identities.items()
         }
         cache, table = make_pages(f"cuda:{card}", options.layers, most, 11)
@@ -251,7 +262,8 @@ def main() -> int:
         second.join(20)
         for prefiller in prefillers.values():
             prefiller.close()
-        agent.close()
+        for agent in agents.values():
+            agent.close()
     if options.json:
         Path(options.json).write_text(json.dumps(record, indent=1))
     return summary(record)

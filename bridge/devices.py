@@ -5,10 +5,12 @@ A backend is one folder under `backends/` (or an installed package) that names i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import entry_points
 from inspect import signature
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, overload, runtime_checkable
 
 import numpy as np
 
@@ -61,6 +63,75 @@ class SpanShare(NamedTuple):
         """The share as a span of its own, at its place in the buffer: the same blocks and masks, fewer heads."""
         skipped = self.head_first * self.span.blocks
         return self.span._replace(heads=self.head_count, offset=self.offset, first_ordinal=self.span.first_ordinal + skipped)
+
+
+@dataclass(frozen=True, eq=False)
+class HeldLayers:
+    """Layers of one codec and group that one of a rank's caches holds with equally many kv heads. The same object for every request.
+
+    holder: the cache's number. kind: theirs among the LayerKinds of the manifest's layers. within: int64 [n], their places among the
+    layers of that kind; None: all of them. layers: int64 [n], their positions in the manifest's table. model_layers: their numbers in the
+    model. key_scales, value_scales: theirs. first_head, end_head: the model's kv heads that the cache has of them.
+    """
+
+    holder: int
+    kind: int
+    within: np.ndarray | None
+    layers: np.ndarray
+    model_layers: tuple[int, ...]
+    key_scales: tuple[float, ...]
+    value_scales: tuple[float, ...]
+    first_head: int
+    end_head: int
+
+
+@dataclass(frozen=True, eq=False)
+class ShareColumn:
+    """Shares of one chunk that are alike but for their layer and where they lie.
+
+    like: the first of them. held: their layers. payload_offsets, ordinals, offsets: int64 [n], their spans' `offset` and `first_ordinal`,
+    and their own `offset`.
+    """
+
+    like: SpanShare
+    held: HeldLayers
+    payload_offsets: np.ndarray
+    ordinals: np.ndarray
+    offsets: np.ndarray
+
+    def __iter__(self) -> Iterator[SpanShare]:
+        like, span, held = self.like, self.like.span, self.held
+        rows = zip(held.layers.tolist(), self.payload_offsets.tolist(), self.ordinals.tolist(), self.offsets.tolist(), strict=True)
+        for place, (layer, payload_offset, ordinal, offset) in enumerate(rows):
+            yield like._replace(
+                span=span._replace(layer=layer, offset=payload_offset, first_ordinal=ordinal),
+                model_layer=held.model_layers[place],
+                offset=offset,
+                key_scale=held.key_scales[place],
+                value_scale=held.value_scales[place],
+            )
+
+
+class Shares(Sequence[SpanShare]):
+    """Shares in the order of their offsets. Devices that know `columns` need not look at them one by one."""
+
+    def __init__(self, columns: Sequence[ShareColumn]) -> None:
+        self.columns = tuple(columns)
+
+    @cached_property
+    def _each(self) -> list[SpanShare]:
+        found = [share for column in self.columns for share in column]
+        return found if len(self.columns) == 1 else sorted(found, key=lambda share: share.offset)
+
+    def __len__(self) -> int:
+        return sum(len(column.offsets) for column in self.columns)
+
+    @overload
+    def __getitem__(self, place: int) -> SpanShare: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[SpanShare]: ...
+    def __getitem__(self, place: int | slice) -> SpanShare | Sequence[SpanShare]:
+        return self._each[place]
 
 
 class StagingMemory(Protocol):

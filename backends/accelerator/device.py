@@ -14,9 +14,10 @@ import numpy as np
 import torch
 
 from backends.accelerator import masks, tags
+from backends.accelerator.known import Known, Routes
 from backends.accelerator.lanes import Lane, Lanes, new_stream
 from backends.accelerator.rows import Place, land_on_host, pack_on_host, payload_to_rows, rows_to_payload
-from backends.accelerator.work import WHOLE_SEQUENCE, Launch, Move, Piece, Routes, Work, arrange, gather, written
+from backends.accelerator.work import WHOLE_SEQUENCE, Launch, Move, Piece, Work, arrange, gather, stretches, written
 from backends.kernels import plan
 from backends.kernels.land import land_pages
 from backends.kernels.pack import pack_pages
@@ -170,8 +171,9 @@ class Accelerator:
             lane.begin(point)
             for move in work.on_host:
                 self._count(move)
-                made = pack_on_host(move.layer, move.share, self._place(work, table, move, None), move.local, keys)
-                buffer[move.share.offset : move.share.offset + made.size].copy_(torch.from_numpy(made))
+                for share, known in move.each():
+                    made = pack_on_host(known.layer, share, self._place(work, table, share, known, None), move.local, keys)
+                    buffer[share.offset : share.offset + made.size].copy_(torch.from_numpy(made))
             if not work.moves:
                 return
             arrange(work, table, keys, False, None if direct else self._piece_bytes, direct, self.host_masks)
@@ -186,7 +188,7 @@ class Accelerator:
                 if not direct:
                     lane.copies.wait_event(lane.event(lane.compute))
                     with self._module.stream(lane.copies):
-                        for base, offset, nbytes in _stretches(piece.moves):
+                        for base, offset, nbytes in stretches(piece):
                             buffer[offset : offset + nbytes].copy_(payload[base : base + nbytes], non_blocking=True)
                     lane.free(number, lane.copies)
 
@@ -280,9 +282,10 @@ class Accelerator:
             lane.begin(point)
             for move in work.on_host:
                 self._count(move)
-                place = self._place(work, table, move, write)
-                held = buffer[move.share.offset : move.share.offset + move.nbytes].cpu().numpy()
-                land_on_host(move.layer, move.share, place, move.local, keys, held)
+                for share, known in move.each():
+                    place = self._place(work, table, share, known, write)
+                    held = buffer[share.offset : share.offset + move.nbytes].cpu().numpy()
+                    land_on_host(known.layer, share, place, move.local, keys, held)
             if not work.moves:
                 return
             lane.compute.wait_event(ready)
@@ -330,32 +333,30 @@ class Accelerator:
         payload = lane.slot(number, piece.nbytes)
         lane.await_free(number, lane.copies)
         with self._module.stream(lane.copies):
-            for base, offset, nbytes in _stretches(piece.moves):
+            for base, offset, nbytes in stretches(piece):
                 payload[base : base + nbytes].copy_(buffer[offset : offset + nbytes], non_blocking=True)
         return payload, lane.event(lane.copies)
 
     # Pages.
 
-    def _place(self, work: Work, table: BlockTable, move: Move, write: tuple[int, int] | None) -> Place:
-        span, num_pages = move.share.span, move.layer.sides[0].num_pages
-        first, end = (span.first_token, span.end_token) if write is None else written(move.share, *write)
-        key = first, max(first, end), num_pages
+    def _place(self, work: Work, table: BlockTable, share: SpanShare, known: Known, write: tuple[int, int] | None) -> Place:
+        first, end = (share.span.first_token, share.span.end_token) if write is None else written(share, *write)
+        key = first, max(first, end), known.num_pages
         if key not in work.places:
             work.places[key] = Place.of(table, *key, self._device)
         return work.places[key]
 
     def _described(self, lane: Lane, launch: Launch) -> Pages | Slots:
         """The pages of a launch as the kernels take them; engines' caches live long, so they are remembered."""
-        first = launch.moves[0]
-        key = (first.group, *(id(move.layer) for move in launch.moves))
+        ways, key = [known.way for known in launch.known], tuple(map(id, launch.known))
         found = self._pages.get(key)
         if found is None:
-            if first.way.way in ("slots", "recode"):
-                made: Pages | Slots = plan.slots_of([m.way.tensors[0] for m in launch.moves], first.way.codec, first.way.head_dim)
+            if ways[0].way in ("slots", "recode"):
+                made: Pages | Slots = plan.slots_of([way.tensors[0] for way in ways], ways[0].codec, ways[0].head_dim)
             else:
-                made = plan.pages_of([(m.way.tensors[0], m.way.tensors[1]) for m in launch.moves])
+                made = plan.pages_of([(way.tensors[0], way.tensors[1]) for way in ways])
             lane.event(lane.compute).synchronize()
-            found = self._pages[key] = (tuple(move.layer for move in launch.moves), made)
+            found = self._pages[key] = launch.known, made  # kept, so that their ids stay theirs
             while len(self._pages) > _REMEMBERED_PAGES:
                 self._pages.popitem(last=False)
         else:
@@ -374,8 +375,9 @@ class Accelerator:
             self._launch(lane, work, launch, words, payload, None, None)
         for move in piece.moved:
             self._count(move)
-            part = payload[move.base : move.base + move.nbytes]
-            rows_to_payload(move.layer, move.share, self._place(work, table, move, None), move.local, part)
+            for (share, known), base in zip(move.each(), move.bases.tolist(), strict=True):
+                part = payload[base : base + move.nbytes]
+                rows_to_payload(known.layer, share, self._place(work, table, share, known, None), move.local, part)
         if piece.moved:
             self._queue_tags(lane, piece, words, payload, words, store=True)
 
@@ -395,14 +397,15 @@ class Accelerator:
         result: torch.Tensor,
     ) -> None:
         for launch in piece.launches:
-            first, end = written(launch.moves[0].share, *write)
+            first, end = written(launch.moves[0].like, *write)
             if first < end:
                 self._launch(lane, work, launch, words, payload, write, result)
         for move in piece.moved:
             self._count(move)
-            place = self._place(work, table, move, write)
-            if place.first < place.end:
-                payload_to_rows(move.layer, move.share, place, move.local, payload[move.base : move.base + move.nbytes])
+            for (share, known), base in zip(move.each(), move.bases.tolist(), strict=True):
+                place = self._place(work, table, share, known, write)
+                if place.first < place.end:
+                    payload_to_rows(known.layer, share, place, move.local, payload[base : base + move.nbytes])
 
     def _launch(
         self,
@@ -415,8 +418,8 @@ class Accelerator:
         result: torch.Tensor | None,
     ) -> None:
         """One launch of a shared kernel."""
-        first = launch.moves[0]
-        way, span, count = first.way, first.share.span, len(launch.moves)
+        first, known = launch.moves[0], launch.known[0]
+        way, like, span, count = known.way, first.like, first.like.span, len(launch.known)
         operation = ("pack" if write is None else "land") + ("_slots" if way.way == "slots" else "")
         if way.way == "recode":
             operation = "pack"  # whose arithmetic it is
@@ -425,13 +428,13 @@ class Accelerator:
             words[work.table[0] : work.table[0] + work.table[1]].view(torch.int32),
             Span(span.first_token, span.end_token, WHOLE_SEQUENCE),
             way.codec,
-            first.share.head_count,
+            like.head_count,
             words[launch.runs : launch.runs + 2 * count].view(1, count, 2),
             payload,
             words[place : place + used],
             words[work.masks :],
         )
-        tuning = self._tuning(operation, way.codec, first.share.head_dim)
+        tuning = self._tuning(operation, way.codec, like.head_dim)
         more: dict[str, Any] = {"first_head": first.local}
         if launch.scales >= 0:
             more["scales"] = words[launch.scales : launch.scales + count].view(torch.float32).view(count, 2)
@@ -444,7 +447,7 @@ class Accelerator:
         with self._launching:
             pages = self._described(lane, launch)
             if way.way == "recode":
-                element = first.share.codec.key.element
+                element = like.codec.key.element
                 recode_slots(pages, *arguments[:3], element, *arguments[3:], result, tuning, **more)  # type: ignore[arg-type]
             elif isinstance(pages, Slots):
                 if result is None:
@@ -455,7 +458,7 @@ class Accelerator:
                 pack_pages(pages, *arguments, tuning, **more)
             else:
                 land_pages(pages, *arguments, result, tuning, **more)
-            kind = (operation, first.group, first.share.head_count)
+            kind = (operation, known.group, like.head_count)
             if kind not in self._launched:
                 # The kernels keep tables on the device, made on the stream of whoever comes first: the next may use another stream.
                 lane.event(lane.compute).synchronize()
@@ -465,13 +468,15 @@ class Accelerator:
     # Outcomes.
 
     def _count(self, move: Move) -> None:
-        self.counters.add(move.way.way, move.way.why)
+        self.counters.add(move.way, move.known[0].way.why, len(move.known))
 
     def _blame(self, piece: Piece, payload: torch.Tensor, keys: TagKeys) -> None:
         """Raises what the reference raises for the first bad share of a piece that the device found bad."""
-        for move in piece.moves:
-            held = payload[move.base : move.base + move.nbytes].cpu().numpy()
-            verify_tags(held, move.share.as_span(), keys)
+        shares = [
+            (base, move.nbytes, share) for move in piece.moves for base, (share, _) in zip(move.bases.tolist(), move.each(), strict=True)
+        ]
+        for base, nbytes, share in sorted(shares, key=lambda row: row[0]):
+            verify_tags(payload[base : base + nbytes].cpu().numpy(), share.as_span(), keys)
         raise BadTag("the device found a wrong tag, and the host found none: the payload changed in between")
 
 
@@ -481,16 +486,4 @@ def _is_own(given: Buffer, buffer: torch.Tensor) -> bool:
 
 
 def _aligned(work: Work) -> bool:
-    return all(move.share.offset % 16 == 0 for move in work.moves)
-
-
-def _stretches(moves: Sequence[Move]) -> list[tuple[int, int, int]]:
-    """(byte of the piece, byte of the caller's buffer, bytes) of what can be copied at once."""
-    found: list[tuple[int, int, int]] = []
-    for move in moves:
-        base, offset, nbytes = move.base, move.share.offset, move.nbytes
-        if found and found[-1][0] + found[-1][2] == base and found[-1][1] + found[-1][2] == offset:
-            found[-1] = (found[-1][0], found[-1][1], found[-1][2] + nbytes)
-        else:
-            found.append((base, offset, nbytes))
-    return found
+    return not any((move.offsets % 16).any() for move in work.moves)

@@ -9,8 +9,9 @@ from bridge.handoff.errors import ContentDiffers, HeadsDiffer, LayersMissing, Lo
 from bridge.handoff.messages import MAX_CHUNKS
 from bridge.handoff.ticket import Ticket
 from bridge.pages import CacheGroup, LayerDescription, PageSide
-from bridge.shares import token_end, written_range
+from bridge.shares import held_layers, token_end, written_range
 from bridge.wire import CodingKind, ContentKind, Group, GroupKind, Manifest, PayloadMap, SlotCodec
+from bridge.wire.alike import kinds_of
 from bridge.wire.errors import TooLarge
 
 
@@ -43,29 +44,21 @@ def check_fits(
         raise ModelDiffers("the payload was computed with another model")
     if content is not None and manifest.content != content:
         raise ContentDiffers("the payload holds other tokens, or other adapters, images or salt, than this request")
-    offered = {layer.index: layer for layer in manifest.layers}
-    missing = sorted({index for group in groups for index in group.cache.layers} - set(offered))
-    if missing:
-        raise LayersMissing(f"the payload lacks layers {missing[:8]}, which this decoder needs")
-    opaque = [CodingKind.OPAQUE in (codec.key.kind, codec.value.kind) for codec in manifest.codecs]
-    checked: set[tuple[int, ...]] = set()
-    for number, held in enumerate(groups):
-        for index, pages in held.cache.layers.items():
-            layer, sides = offered[index], pages.sides
-            key = sides[0]
-            # Layers are mostly alike, and these checks are dear: once for each kind.
-            kind = (number, layer.group, layer.codec, key.heads, pages.head_dim, key.num_pages)
-            if kind not in checked:
-                group, codec = manifest.groups[layer.group], manifest.codecs[layer.codec]
-                _check_heads(group, index, pages, held.cache.first_head)
-                _check_tokens(group, manifest, first_token, end_token)
-                _check_opaque(index, sides, codec)
-                # A short or wild block table is refused before anything is transferred.
-                check_tables(codec, group.head_dim)
-                held.table.check(*written_range(group, first_token, end_token), key.num_pages)
-                checked.add(kind)
-            elif opaque[layer.codec] or any(side is not None and side.coding.kind is CodingKind.OPAQUE for side in sides):
-                _check_opaque(index, sides, manifest.codecs[layer.codec])
+    alike = held_layers(manifest.layers, [group.cache for group in groups])
+    if sum(len(held.model_layers) for held in alike) < sum(len(group.cache.layers) for group in groups):
+        missing = {index for group in groups for index in group.cache.layers} - {layer.index for layer in manifest.layers}
+        raise LayersMissing(f"the payload lacks layers {sorted(missing)[:8]}, which this decoder needs")
+    kinds = kinds_of(manifest.layers).kinds
+    for held in alike:
+        holder, index = groups[held.holder], held.model_layers[0]
+        codec, group = manifest.codecs[kinds[held.kind][0]], manifest.groups[kinds[held.kind][1]]
+        pages = holder.cache.layers[index]
+        _check_heads(group, index, pages, held.first_head)
+        _check_tokens(group, manifest, first_token, end_token)
+        _check_opaque(index, pages.sides, codec)
+        # A short or wild block table is refused before anything is transferred.
+        check_tables(codec, group.head_dim)
+        holder.table.check(*written_range(group, first_token, end_token), pages.sides[0].num_pages)
 
 
 def _check_opaque(index: int, sides: tuple[PageSide, PageSide | None], codec: SlotCodec) -> None:

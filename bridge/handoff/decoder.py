@@ -172,7 +172,9 @@ class Decoder:
             bounds=bounds,
             counters=self.counters,
             observe=observe,
+            alone=lambda: self._fetching == 1,
         )
+        self._fetching = 0
         self._loop = LoopThread(f"kvbridge-decoder-{identity.name}")
         if attach is not None:
             self._loop.loop.call_soon_threadsafe(attach)
@@ -251,6 +253,7 @@ class Decoder:
 
     async def _counted(self, ticket: Ticket, target: Target, order: dict[str, Any]) -> Received:
         self.counters.add("fetches")
+        self._fetching += 1
         try:
             received = await self._fetch(ticket, target, order)
         except (Exception, asyncio.CancelledError) as error:
@@ -260,6 +263,8 @@ class Decoder:
                 raise
             # That the engine gave it up has no cause to be looked at.
             raise failure from None if isinstance(error, asyncio.CancelledError) else error
+        finally:
+            self._fetching -= 1
         self.counters.add("committed")
         self.counters.add("received_bytes", amount=received.nbytes)
         return received

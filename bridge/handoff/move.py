@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from bridge.counters import Counters
-from bridge.devices import Buffer, Device, PlansLandings, SpanShare
+from bridge.devices import Buffer, Device, PlansLandings, Shares
 from bridge.handoff.bounds import Bounds, Observer
 from bridge.handoff.errors import StagingFull
 from bridge.handoff.link import Link, Receiving
@@ -36,7 +36,7 @@ class Resources:
 
     planner: the device, where it can plan a landing before the bytes are there. turn: held while a move waits for room in the staging
     memory, so that moves get it in the order in which they asked. depth: chunks of one move that may be on their way or wait in staging
-    memory at a time, besides the one that lands.
+    memory at a time, besides the one that lands. alone: whether no other move is under way.
     """
 
     device: Device
@@ -48,6 +48,7 @@ class Resources:
     bounds: Bounds
     counters: Counters
     observe: Observer
+    alone: Callable[[], bool]
 
     async def take_staging(self, nbytes: int) -> Extent:
         """Room for a chunk. Raises StagingFull."""
@@ -76,19 +77,20 @@ class Wanted:
     order: dict[str, Any]
 
 
-Plan: TypeAlias = "asyncio.Future[list[Callable[[Buffer], None]]]"
+Landing: TypeAlias = Callable[[Buffer], None]
+"""What lands a chunk's bytes, or some of them, once they are in the given buffer."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Incoming:
-    """A chunk on its way to `data`. plan: the calls that will land it, made by a landing thread meanwhile. start: when its read began."""
+    """A chunk on its way to `data`. start: when its read began. landings: what will land it."""
 
     share: ChunkShare
     extent: Extent
     data: Buffer
     transfer: Transfer
-    plan: Plan
     start: float
+    landings: list[Landing]
 
 
 class Move:
@@ -99,6 +101,8 @@ class Move:
         self._places = asyncio.Semaphore(resources.depth)
         self._under_way: asyncio.Queue[Incoming | None] = asyncio.Queue()
         self._arrived: asyncio.Queue[Incoming | None] = asyncio.Queue()
+        self._last: Incoming | None = None
+        """The last chunk, once its read has begun."""
         self._last_arrival = 0.0
         self.nbytes = 0
         self.transfer_seconds = 0.0
@@ -128,6 +132,7 @@ class Move:
         resources, wanted, manifest = self._resources, self.wanted, self.wanted.manifest
         payload = PayloadMap(manifest)
         held = _token_ranges(manifest, wanted.groups)
+        latest: Incoming | None = None
         for index in range(payload.chunk_count):
             # Layers that nobody holds here may make any number of chunks, and others wait for this loop meanwhile.
             await asyncio.sleep(0)
@@ -145,20 +150,23 @@ class Move:
                 self._places.release()
                 await self._link.taken(wanted.ticket, index)
                 continue
-            # Planned while the prefiller packs the chunk.
-            plan = self._plan(calls, share.nbytes)
+            # Planned while the prefiller packs the chunk or, where that is done, while its bytes are on their way.
+            landings = None if index in self._receiving.slots else self._plan(calls, share.nbytes)
+            slot = await self._receiving.slot(index, resources.bounds.chunk)
+            extent = await resources.take_staging(share.nbytes)
+            ranges = [ReadRange(slot + remote - chunk.offset, extent.offset + local, size) for remote, local, size in share.ranges]
+            incoming = self._begin(share, extent, ranges)
             try:
-                slot = await self._receiving.slot(index, resources.bounds.chunk)
-                extent = await resources.take_staging(share.nbytes)
-                ranges = [ReadRange(slot + remote - chunk.offset, extent.offset + local, size) for remote, local, size in share.ranges]
-                incoming = self._begin(share, plan, extent, ranges)
+                incoming.landings = self._plan(calls, share.nbytes) if landings is None else landings
             except BaseException:
-                _forget(plan)
+                self._give_up(incoming)
                 raise
             self._under_way.put_nowait(incoming)
+            latest = incoming
+        self._last = latest
         self._under_way.put_nowait(None)
 
-    def _begin(self, share: ChunkShare, plan: Plan, extent: Extent, ranges: list[ReadRange]) -> Incoming:
+    def _begin(self, share: ChunkShare, extent: Extent, ranges: list[ReadRange]) -> Incoming:
         """Begins a read into `extent`, which is given back if that fails."""
         resources, start = self._resources, time.perf_counter()
         try:
@@ -168,7 +176,7 @@ class Move:
         except BaseException:
             resources.staging.pool.give_back(extent)
             raise
-        return Incoming(share, extent, data, transfer, plan, start)
+        return Incoming(share, extent, data, transfer, start, [])
 
     async def _await_all(self) -> None:
         """Waits for the reads, in order, and tells the prefiller of each."""
@@ -214,56 +222,58 @@ class Move:
             self._drop(incoming)
         else:
             self._resources.counters.add("quarantined")
-            _forget(incoming.plan)
-            # The transfer alone: the plan holds the engine's pages, which may be wanted back before the last byte has come.
+            # The transfer alone: landings hold the engine's pages, which may be wanted back before the last byte has come.
             self._resources.staging.pool.quarantine(incoming.extent, partial(_settled, incoming.transfer))
 
     def _drop(self, incoming: Incoming) -> None:
         """Of a chunk that has arrived, or of which nothing can arrive any more."""
-        _forget(incoming.plan)
         self._resources.staging.pool.give_back(incoming.extent)
 
     async def _land_all(self) -> None:
-        resources, loop = self._resources, asyncio.get_running_loop()
+        resources = self._resources
         while (incoming := await self._arrived.get()) is not None:
             self._places.release()
             try:
-                calls = await incoming.plan
                 start = time.perf_counter()
-                landing = loop.run_in_executor(resources.landing, _call_all, calls, incoming.data)
-                # The pages are the engine's again, and the extent another chunk's, only when nobody uses them any more.
-                await outlast([landing])
-                landing.result()
+                await self._land_one(incoming)
             finally:
                 self._drop(incoming)
             self.land_seconds += time.perf_counter() - start
             resources.observe("landed", {"chunk": incoming.share.chunk})
 
-    def _plan(self, calls: list[Batch], nbytes: int) -> Plan:
-        """What is to be called with a chunk's buffer once its bytes are there; nothing is read or written before."""
-        resources, loop = self._resources, asyncio.get_running_loop()
-        if resources.planner is not None:
-            return loop.run_in_executor(resources.landing, self._planned, resources.planner, calls, nbytes)
-        plan: Plan = loop.create_future()
-        plan.set_result([partial(self._land, *call) for call in calls])
-        return plan
+    async def _land_one(self, incoming: Incoming) -> None:
+        """On a landing thread; or here, where it is short and nobody else waits for the loop: two threads would wake each other for it."""
+        resources = self._resources
+        if incoming is self._last and resources.planner is not None and resources.staging.memory.device != "cpu" and resources.alone():
+            _call_all(incoming.landings, incoming.data)
+            return
+        landing = asyncio.get_running_loop().run_in_executor(resources.landing, _call_all, incoming.landings, incoming.data)
+        # The pages are the engine's again, and the extent another chunk's, only when nobody uses them any more.
+        await outlast([landing])
+        landing.result()
 
-    def _planned(self, planner: PlansLandings, calls: list[Batch], nbytes: int) -> list[Callable[[Buffer], None]]:
-        wanted, memory = self.wanted, self._resources.staging.memory.device
-        made: list[Callable[[Buffer], None]] = []
+    def _plan(self, calls: list[Batch], nbytes: int) -> list[Landing]:
+        """What is to be called with a chunk's buffer once its bytes are there; nothing is read or written before.
+
+        On the loop: a plan takes a fraction of a millisecond, and from another thread it would take Python's lock from the read.
+        """
+        wanted, planner = self.wanted, self._resources.planner
+        if planner is None:
+            return [partial(self._land, *call) for call in calls]
+        memory, made = self._resources.staging.memory.device, []
         for number, shares, rows in calls:
             group = wanted.groups[number]
             made.append(planner.landing(group.cache, group.table, shares, wanted.keys, nbytes, memory, *rows, **wanted.order))
         return made
 
-    def _land(self, number: int, shares: list[SpanShare], rows: tuple[int, int], data: Buffer) -> None:
+    def _land(self, number: int, shares: Shares, rows: tuple[int, int], data: Buffer) -> None:
         wanted, group = self.wanted, self.wanted.groups[number]
         self._resources.device.land(group.cache, group.table, shares, wanted.keys, data, *rows, **wanted.order)
 
 
-def _call_all(calls: list[Callable[[Buffer], None]], data: Buffer) -> None:
-    for call in calls:
-        call(data)
+def _call_all(landings: list[Landing], data: Buffer) -> None:
+    for landing in landings:
+        landing(data)
 
 
 def _left_in(queue: asyncio.Queue[Incoming | None]) -> Iterator[Incoming]:
@@ -271,12 +281,6 @@ def _left_in(queue: asyncio.Queue[Incoming | None]) -> Iterator[Incoming]:
         incoming = queue.get_nowait()
         if incoming is not None:
             yield incoming
-
-
-def _forget(plan: Plan) -> None:
-    """Nobody will ask for this plan: its failure is not to be reported as one that was overlooked."""
-    plan.cancel()
-    plan.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 def _token_ranges(manifest: Manifest, groups: tuple[CacheGroup, ...]) -> set[tuple[int, int]]:

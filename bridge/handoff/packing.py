@@ -137,7 +137,7 @@ def _with_tables(groups: tuple[CacheGroup, ...], table: BlockTable | Sequence[Bl
 
 def _needed_tokens(manifest: Manifest, chunk: ChunkMap) -> int:
     """How many tokens must be computed before the chunk can be packed: its own; all, where it has a state."""
-    kinds = [manifest.groups[manifest.layers[span.layer].group].kind for span in chunk.spans]
-    if GroupKind.STATE in kinds:
+    spans = [column.like for column in chunk.columns if column is not None]
+    if any(manifest.groups[manifest.layers[span.layer].group].kind is GroupKind.STATE for span in spans):
         return token_end(manifest)
-    return max((span.end_token for span in chunk.spans), default=0)
+    return max((span.end_token for span in spans), default=0)

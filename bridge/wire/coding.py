@@ -6,6 +6,7 @@ import hashlib
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 
 from bridge.wire import errors
 
@@ -87,24 +88,9 @@ class Coding:
 
     def check(self) -> None:
         """Raises BadCoding where the parameters contradict each other."""
-        kind, element, bits = self.kind, self.element, self.bits
-        consistent = {
-            CodingKind.NONE: element is Element.NONE and bits == 0,
-            CodingKind.RAW: element in (Element.BF16, Element.FP16, Element.FP32) and bits == element.bits,
-            CodingKind.FP8: element is Element.E4M3FN and bits == 8,
-            CodingKind.CODEBOOK: element is Element.NONE and bits in (3, 4),
-            CodingKind.AFFINE: element is Element.NONE and bits in (3, 4),
-            CodingKind.INT8: element is Element.NONE and bits == 8,
-            CodingKind.OPAQUE: element is Element.NONE and bits == 0,
-        }[kind]
-        rotated = self.rotation is not Rotation.NONE
-        consistent &= rotated == (kind is CodingKind.CODEBOOK)
-        consistent &= (self.digest != NO_DIGEST) == (kind in (CodingKind.CODEBOOK, CodingKind.OPAQUE))
-        consistent &= (1 <= self.row_bytes <= MAX_OPAQUE_BYTES) if kind is CodingKind.OPAQUE else self.row_bytes == 0
-        consistent &= len(self.digest) == len(NO_DIGEST)
-        if not consistent:
+        if not _consistent(self):
             raise errors.BadCoding(
-                f"a coding of kind {kind.name} with {bits} bits, element {element.name}, rotation {self.rotation.name}, "
+                f"a coding of kind {self.kind.name} with {self.bits} bits, element {self.element.name}, rotation {self.rotation.name}, "
                 f"{self.row_bytes} bytes a row"
             )
 
@@ -128,6 +114,26 @@ class Coding:
             raise errors.BadCoding(f"unknown coding: {error}") from None
         coding.check()
         return coding
+
+
+@lru_cache(maxsize=256)
+def _consistent(coding: Coding) -> bool:
+    kind, element, bits = coding.kind, coding.element, coding.bits
+    consistent = {
+        CodingKind.NONE: element is Element.NONE and bits == 0,
+        CodingKind.RAW: element in (Element.BF16, Element.FP16, Element.FP32) and bits == element.bits,
+        CodingKind.FP8: element is Element.E4M3FN and bits == 8,
+        CodingKind.CODEBOOK: element is Element.NONE and bits in (3, 4),
+        CodingKind.AFFINE: element is Element.NONE and bits in (3, 4),
+        CodingKind.INT8: element is Element.NONE and bits == 8,
+        CodingKind.OPAQUE: element is Element.NONE and bits == 0,
+    }[kind]
+    rotated = coding.rotation is not Rotation.NONE
+    consistent &= rotated == (kind is CodingKind.CODEBOOK)
+    consistent &= (coding.digest != NO_DIGEST) == (kind in (CodingKind.CODEBOOK, CodingKind.OPAQUE))
+    consistent &= (1 <= coding.row_bytes <= MAX_OPAQUE_BYTES) if kind is CodingKind.OPAQUE else coding.row_bytes == 0
+    consistent &= len(coding.digest) == len(NO_DIGEST)
+    return consistent
 
 
 def codebook_digest(entries: bytes) -> bytes:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from bridge.wire import errors
+from bridge.wire.alike import OfLayers
 from bridge.wire.coding import BLOCK_TOKENS, CodingKind, Element, SlotCodec
 
 MAJOR, MINOR = 0, 1
@@ -198,6 +199,19 @@ def _check(m: Manifest) -> None:
     bounded(len(m.codecs), 1, MAX_CODECS, errors.BadCoding, "the number of codecs")
     for codec in m.codecs:
         codec.check()
+    _check_layers(m)
+
+
+_passed: OfLayers[set[tuple]] = OfLayers(lambda _: set())
+"""With which codecs and groups a table of layers has been found right."""
+_PASSED = 16
+
+
+def _check_layers(m: Manifest) -> None:
+    passed_with = _passed(m.layers)
+    shape = tuple(m.codecs), tuple((group.head_dim, group.kind) for group in m.groups)
+    if shape in passed_with:
+        return
     bounded(len(m.layers), 1, MAX_LAYERS, errors.LayerOrder, "the number of layers")
     previous = -1
     passed: set[tuple] = set()
@@ -227,3 +241,6 @@ def _check(m: Manifest) -> None:
         raise errors.BadReference("a group has no layer")
     if {layer.codec for layer in m.layers} != set(range(len(m.codecs))):
         raise errors.BadReference("a codec has no layer")
+    if len(passed_with) >= _PASSED:
+        passed_with.clear()
+    passed_with.add(shape)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
 from bridge.wire import errors
+from bridge.wire.alike import LayerKinds, kinds_of
 from bridge.wire.coding import BLOCK_TOKENS
 from bridge.wire.manifest import MAX_BLOCKS, Layer, Manifest
 
@@ -57,16 +60,42 @@ class LayerSpan(NamedTuple):
         return max(self.first_token - start, 0), min(self.end_token - start, BLOCK_TOKENS)
 
 
-@dataclass(frozen=True)
+class SpanColumn(NamedTuple):
+    """The spans that layers of one codec and group have in one chunk: alike but for where they lie.
+
+    like: the first of them. layers: their layers, ascending. offsets, ordinals: int64 [n], `offset` and `first_ordinal` of each.
+    """
+
+    like: LayerSpan
+    layers: np.ndarray
+    offsets: np.ndarray
+    ordinals: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
 class ChunkMap:
-    """One chunk: the unit that is packed, transferred and landed as a whole."""
+    """One chunk: the unit that is packed, transferred and landed as a whole.
+
+    columns: its spans, by kind of layer; None stands for a kind that has no token in this chunk.
+    """
 
     index: int
     offset: int
     nbytes: int
     first_ordinal: int
     blocks: int
-    spans: tuple[LayerSpan, ...]
+    columns: tuple[SpanColumn | None, ...]
+
+    @cached_property
+    def spans(self) -> tuple[LayerSpan, ...]:
+        """The spans one by one, in the payload's order."""
+        found = [
+            column.like._replace(layer=layer, offset=offset, first_ordinal=ordinal)
+            for column in self.columns
+            if column is not None
+            for layer, offset, ordinal in zip(column.layers.tolist(), column.offsets.tolist(), column.ordinals.tolist(), strict=True)
+        ]
+        return tuple(found) if len(self.columns) == 1 else tuple(sorted(found, key=lambda span: span.layer))
 
 
 class PayloadMap:
@@ -78,8 +107,8 @@ class PayloadMap:
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
         # Layers are mostly alike, and sizes are asked for at every chunk: they are worked out once for each kind of layer.
-        self._kinds = Counter((layer.codec, layer.group) for layer in manifest.layers)
-        self._block_bytes = {(c, g): manifest.codecs[c].block_bytes(manifest.groups[g].head_dim) for c, g in self._kinds}
+        self._kinds: LayerKinds = kinds_of(manifest.layers)
+        self._block_bytes = {(c, g): manifest.codecs[c].block_bytes(manifest.groups[g].head_dim) for c, g in self._kinds.kinds}
         self.first_chunk = manifest.first_token // manifest.chunk_tokens
         self.chunk_count = (manifest.end_token - 1) // manifest.chunk_tokens - self.first_chunk + 1
         self.payload_bytes, self.blocks = self._before(self.chunk_count)
@@ -90,19 +119,24 @@ class PayloadMap:
         """The chunk number `index`, from 0 to chunk_count - 1. Raises IndexError outside."""
         if not 0 <= index < self.chunk_count:
             raise IndexError(f"chunk {index} of {self.chunk_count}")
-        m = self.manifest
-        first_offset, first_ordinal = offset, ordinal = self._before(index)
-        like = {kind: self._span(index, *kind) for kind in self._kinds}
-        spans = []
-        for position, layer in enumerate(m.layers):
-            one = like[layer.codec, layer.group]
+        kinds, (offset, ordinal) = self._kinds, self._before(index)
+        like = [self._span(index, *kind) for kind in kinds.kinds]
+        sizes = np.array([0 if one is None else one[-1] for one in like], np.int64)[kinds.kind_of]
+        blocks = np.array([0 if one is None else one[0] * one[1] for one in like], np.int64)[kinds.kind_of]
+        size_ends, block_ends = sizes.cumsum(), blocks.cumsum()
+        offsets, ordinals = size_ends - sizes + offset, block_ends - blocks + ordinal
+        columns: list[SpanColumn | None] = []
+        for one, members in zip(like, kinds.members, strict=True):
             if one is None:
+                columns.append(None)
                 continue
-            heads, blocks, block_bytes, first_block, first, end, nbytes = one
-            spans.append(LayerSpan(index, position, offset, heads, blocks, block_bytes, first_block, ordinal, first, end))
-            offset += nbytes
-            ordinal += heads * blocks
-        return ChunkMap(index, first_offset, offset - first_offset, first_ordinal, ordinal - first_ordinal, tuple(spans))
+            heads, count, block_bytes, first_block, first, end, _ = one
+            places = offsets[members], ordinals[members]
+            span = LayerSpan(
+                index, int(members[0]), int(places[0][0]), heads, count, block_bytes, first_block, int(places[1][0]), first, end
+            )
+            columns.append(SpanColumn(span, members, *places))
+        return ChunkMap(index, offset, int(size_ends[-1]), ordinal, int(block_ends[-1]), tuple(columns))
 
     def chunk_bytes(self, index: int) -> int:
         """Size of chunk `index`, without its spans."""
@@ -125,7 +159,7 @@ class PayloadMap:
     def chunk_bytes_bound(self) -> int:
         """Bytes that hold any chunk of this payload: the size of a staging slot."""
         total = 0
-        for (codec, number), layers in self._kinds.items():
+        for (codec, number), layers in self._kinds.counts:
             group = self.manifest.groups[number]
             blocks = min(self.manifest.chunk_tokens // BLOCK_TOKENS, _block_count(group.first_token, group.end_token))
             total += layers * group.head_count * _run_bytes(self._block_bytes[codec, number], blocks)
@@ -143,7 +177,7 @@ class PayloadMap:
         """(bytes, blocks) of all chunks before `index`: a first run, whole runs, a last run for each layer."""
         m, stop = self.manifest, self._start(index)
         total_bytes = total_blocks = 0
-        for (codec, number), layers in self._kinds.items():
+        for (codec, number), layers in self._kinds.counts:
             group = m.groups[number]
             first, end = group.first_token, min(group.end_token, stop)
             if first >= end:

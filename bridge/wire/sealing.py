@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hmac
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from functools import lru_cache
 
 from bridge.wire import errors
+from bridge.wire.alike import OfLayers
 from bridge.wire.coding import CODING_BYTES, Element, SlotCodec
 from bridge.wire.manifest import (
     MAJOR,
@@ -79,8 +80,15 @@ def _sections(m: Manifest, payload_bytes: int) -> Iterator[tuple[Section, bytes]
     )
     yield Section.GROUPS, _COUNT.pack(len(m.groups), 0, 0) + groups
     yield Section.CODECS, _COUNT.pack(len(m.codecs), 0, 0) + b"".join(codec.to_bytes() for codec in m.codecs)
-    layers = b"".join(_LAYER.pack(x.index, x.group, x.codec, x.source, x.key_scale, x.value_scale) for x in m.layers)
-    yield Section.LAYERS, _COUNT.pack(len(m.layers), 0, 0) + layers
+    yield Section.LAYERS, _section_of_layers(m.layers)
+
+
+def _packed_layers(layers: Sequence[Layer]) -> bytes:
+    records = b"".join(_LAYER.pack(x.index, x.group, x.codec, x.source, x.key_scale, x.value_scale) for x in layers)
+    return _COUNT.pack(len(layers), 0, 0) + records
+
+
+_section_of_layers = OfLayers(_packed_layers)
 
 
 def check_key(key: bytes) -> None:

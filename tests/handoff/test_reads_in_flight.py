@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import threading
 import time
 import weakref
 from dataclasses import replace
@@ -10,7 +11,7 @@ import pytest
 
 from backends.cpu.device import CpuReferenceDevice
 from bridge.devices import DeviceWithMemory, PlansLandings
-from bridge.handoff import Decoder, Target, errors
+from bridge.handoff import Decoder, Fetch, Target, errors
 from bridge.handoff.link import Link
 from bridge.pages import PagesDoNotFit
 from bridge.transfer.errors import TransferTimeout
@@ -85,6 +86,7 @@ class PlanningDevice(ToyDevice):
     def __init__(self) -> None:
         super().__init__()
         self.planned = self.called = 0
+        self.called_on: list[str] = []
         self.fails = False
 
     def landing(self, *arguments, after=None):
@@ -95,6 +97,7 @@ class PlanningDevice(ToyDevice):
 
         def counted(data) -> None:
             self.called += 1
+            self.called_on.append(threading.current_thread().name)
             call(data)
 
         return counted
@@ -138,19 +141,39 @@ def test_the_first_landing_is_planned_before_its_chunk_is_packed(ends):
     assert (tokens_of(*target, TOKENS) == tokens_of(*source, TOKENS)).all()
 
 
-def test_a_plan_for_a_chunk_that_never_comes_is_let_go(ends, caplog):
+def test_a_plan_that_fails_is_noticed_before_its_chunk_is_packed(ends):
     device, agent = PlanningDevice(), ToyAgent()
     device.fails = True
     prefiller = ends.prefiller(device, agent)
     offer = prefiller.offer(manifest("r", TOKENS), paged_cache(16, 12, seed=1), block_table(16, 12, 2))
     decoder = ends.decoder(prefiller, device, agent)
-    fetch = decoder.start(offer.ticket, Target(paged_cache(64, 4, seed=None), block_table(64, 4, 3), MODEL))
-    offer.wait_claimed()
-    offer.cancel()
-    with pytest.raises(errors.HandoffError):
+    with pytest.raises(PagesDoNotFit):
+        decoder.fetch(offer.ticket, Target(paged_cache(64, 4, seed=None), block_table(64, 4, 3), MODEL))
+    with pytest.raises(errors.Refused):
+        offer.wait(PATIENCE)
+
+
+def test_the_last_landing_of_a_lone_fetch_wakes_no_other_thread(ends):
+    device, agent = PlanningDevice(), ToyAgent()
+    prefiller = ends.prefiller(device, agent)
+    decoder = ends.decoder(prefiller, device, agent)
+
+    def begun(name: str) -> Fetch:
+        offer = prefiller.offer(manifest(name, TOKENS), paged_cache(16, 12, seed=1), block_table(16, 12, 2))
+        offer.advance(TOKENS)
+        return decoder.start(offer.ticket, Target(paged_cache(64, 4, seed=None), block_table(64, 4, 3), MODEL))
+
+    begun("alone").result(PATIENCE)
+    where = [name.startswith("kvbridge-land") for name in device.called_on]
+    assert where == [True] * (len(where) - 1) + [False]
+    device.called_on.clear()
+    agent.gate.clear()
+    fetches = [begun("one"), begun("other")]
+    assert eventually(lambda: device.planned >= 4)
+    agent.gate.set()
+    for fetch in fetches:
         fetch.result(PATIENCE)
-    gc.collect()
-    assert not caplog.records, "an exception of a plan that nobody asked for was reported as overlooked"
+    assert sum(not name.startswith("kvbridge-land") for name in device.called_on) <= 1, "a landing held the loop up for another fetch"
 
 
 def test_a_plan_that_fails_fails_the_hand_off(ends, caplog):
