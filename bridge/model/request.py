@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 from bridge.codecs import declared
 from bridge.codecs.errors import NotCarried
@@ -101,11 +102,17 @@ def manifest_for(
         chunk_tokens=chunk_tokens,
         groups=tuple(groups),
         codecs=tuple(codecs),
-        layers=tuple(described),
+        layers=_same_table(tuple(described)),
         shard=shard,
     )
     manifest.check()
     return manifest
+
+
+@lru_cache(maxsize=64)
+def _same_table(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
+    """One object for all equal tables: what is found out about a table is remembered for the object, see bridge.wire.alike."""
+    return layers
 
 
 def _check_carried(geometry: ModelGeometry, index: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from bridge.pages import BlockTable, CacheGroup, PagedCache
 from bridge.vllm.errors import UnsupportedEngine
@@ -22,6 +22,8 @@ class EnginePages:
 
     cache: PagedCache
     groups: tuple[BlockGroup, ...]
+    _parts: dict[tuple[int, int], list[PagedCache]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Of each group, by the heads asked for: the same objects for every request, which the hand-off knows again."""
 
     def __post_init__(self) -> None:
         layers = [index for group in self.groups for index in group.layers]
@@ -49,4 +51,6 @@ class EnginePages:
     def located(self, block_ids: tuple[tuple[int, ...], ...], heads: tuple[int, int]) -> list[CacheGroup]:
         """Some of the model's kv heads, (first, count), of a request's blocks. Raises PagesDoNotFit where these pages lack one."""
         tables = self.tables(block_ids)
-        return [CacheGroup(self.cache.part(sorted(group.layers), *heads), table) for group, table in zip(self.groups, tables, strict=True)]
+        if heads not in self._parts:
+            self._parts[heads] = [self.cache.part(sorted(group.layers), *heads) for group in self.groups]
+        return [CacheGroup(part, table) for part, table in zip(self._parts[heads], tables, strict=True)]
