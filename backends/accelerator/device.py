@@ -81,8 +81,8 @@ class Accelerator:
         device: torch.device | str,
         tuning: Callable[[str, SlotCodec, int], Tuning],
         *,
-        piece_bytes: int = 8 << 20,
-        depth: int = 3,
+        piece_bytes: int = 32 << 20,
+        depth: int = 2,
         lanes: int = 4,
     ) -> None:
         made = torch.device(device)

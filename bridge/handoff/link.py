@@ -41,6 +41,12 @@ class Receiving:
         await self._wait(lambda: chunk in self.slots, timeout, f"chunk {chunk} was not packed")
         return self.slots[chunk]
 
+    async def soon(self, chunk: int, seconds: float) -> bool:
+        """Whether the chunk is packed within so many seconds. Raises what ended the lease."""
+        with contextlib.suppress(HandoffTimeout):
+            await self.slot(chunk, seconds)
+        return chunk in self.slots
+
     async def wait_released(self, timeout: float) -> None:
         """Raises HandoffTimeout or what ended the lease unless the prefiller confirms the commit."""
         await self._wait(lambda: self.released, timeout, "the commit was not confirmed")

@@ -28,6 +28,8 @@ _BUSY_POLL_SECONDS = 0.002
 _POLL_INTERVAL = 0.0002
 _ROOM_INTERVAL = 0.001
 _REASON_SECONDS = 0.1
+_SOON_SECONDS = 0.001
+"""As long as a plan takes, about."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +152,8 @@ class Move:
                 self._places.release()
                 await self._link.taken(wanted.ticket, index)
                 continue
-            # Planned while the prefiller packs the chunk or, where that is done, while its bytes are on their way.
-            landings = None if index in self._receiving.slots else self._plan(calls, share.nbytes)
+            # Planned while its bytes are on their way or, where the prefiller has yet to compute the chunk, while it does.
+            landings = None if await self._receiving.soon(index, _SOON_SECONDS) else self._plan(calls, share.nbytes)
             slot = await self._receiving.slot(index, resources.bounds.chunk)
             extent = await resources.take_staging(share.nbytes)
             ranges = [ReadRange(slot + remote - chunk.offset, extent.offset + local, size) for remote, local, size in share.ranges]
