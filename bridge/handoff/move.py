@@ -103,8 +103,6 @@ class Move:
         self._places = asyncio.Semaphore(resources.depth)
         self._under_way: asyncio.Queue[Incoming | None] = asyncio.Queue()
         self._arrived: asyncio.Queue[Incoming | None] = asyncio.Queue()
-        self._last: Incoming | None = None
-        """The last chunk, once its read has begun."""
         self._last_arrival = 0.0
         self.nbytes = 0
         self.transfer_seconds = 0.0
@@ -134,7 +132,6 @@ class Move:
         resources, wanted, manifest = self._resources, self.wanted, self.wanted.manifest
         payload = PayloadMap(manifest)
         held = _token_ranges(manifest, wanted.groups)
-        latest: Incoming | None = None
         for index in range(payload.chunk_count):
             # Layers that nobody holds here may make any number of chunks, and others wait for this loop meanwhile.
             await asyncio.sleep(0)
@@ -164,8 +161,6 @@ class Move:
                 self._give_up(incoming)
                 raise
             self._under_way.put_nowait(incoming)
-            latest = incoming
-        self._last = latest
         self._under_way.put_nowait(None)
 
     def _begin(self, share: ChunkShare, extent: Extent, ranges: list[ReadRange]) -> Incoming:
@@ -246,7 +241,8 @@ class Move:
     async def _land_one(self, incoming: Incoming) -> None:
         """On a landing thread; or here, where it is short and nobody else waits for the loop: two threads would wake each other for it."""
         resources = self._resources
-        if incoming is self._last and resources.planner is not None and resources.staging.memory.device != "cpu" and resources.alone():
+        if resources.planner is not None and resources.staging.memory.device != "cpu" and resources.alone():
+            await asyncio.sleep(0)  # the next chunk's read begins first
             _call_all(incoming.landings, incoming.data)
             return
         landing = asyncio.get_running_loop().run_in_executor(resources.landing, _call_all, incoming.landings, incoming.data)
