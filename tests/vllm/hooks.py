@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from bridge.codecs import declared, reference
+from bridge.devices import PlansLandings
 from bridge.pages import element_of
 from bridge.transfer.errors import TransferFailed
 
@@ -117,8 +118,8 @@ class Hooks:
         worker.__dict__.pop("observed", None)
         for part in (worker._prefiller, worker._decoder):
             if part is not None:
-                part.device.__dict__.pop("pack", None)
-                part.device.__dict__.pop("land", None)
+                for what in ("pack", "land", "landing"):
+                    part.device.__dict__.pop(what, None)
         if worker._decoder is not None:
             worker._decoder.__dict__.pop("start", None)
 
@@ -133,7 +134,8 @@ class Hooks:
             def broken(*arguments: Any, **more: Any) -> None:
                 raise TransferFailed("this device was broken by a test")
 
-            setattr(part.device, what, broken)
+            # A device that plans its landings is never asked to land.
+            setattr(part.device, "landing" if what == "land" and isinstance(part.device, PlansLandings) else what, broken)
 
     # The oracle.
 
