@@ -1,7 +1,7 @@
 """Check a vLLM engine's kv_transfer_config for this connector, before vLLM comes to it: that is when the weights are loaded.
 
 Its keys and values, its certificates and keys, and what its kv_role needs; it connects to nobody and starts nothing. Exit code 0 if the
-engine would take the file; what may be wrong on this host, or with names, is noted.
+engine would take the file; what may be wrong on this host, with names or with rights, is noted.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import argparse
 import codecs
 import json
 import socket
+import stat
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
     from bridge.vllm.config import ConnectorConfig
 
 MAX_BYTES = 1 << 20
+MAX_REPEATED = 8
+"""Keys that stand twice, of which a note is made."""
+
 ROLES = {"kv_producer": (True, False), "kv_consumer": (False, True), "kv_both": (True, True)}
 """vLLM's values of kv_role: whether such an engine produces, and whether it consumes."""
 
@@ -56,7 +61,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from bridge.vllm.config import ConnectorConfig, shown
 
-    given = read(options.file)
+    repeated: list[str] = []
+    given = read(options.file, repeated)
     check_fields(given)
     name, module = given.get("kv_connector"), given.get("kv_connector_module_path")
     if (name, module) != ("BridgeConnector", "bridge.vllm.connector"):
@@ -70,7 +76,8 @@ def run(options: argparse.Namespace) -> int:
     config = ConnectorConfig.parse(given.get("kv_connector_extra_config", {}))
     config.check_role(*ROLES[role])
     print(printable(f"right: {config.identity.name}, {role}, agent {config.agent}; peers {', '.join(config.peers)}"))
-    for note in notes(config):
+    twice = (f"the key {shown(key)} stands twice in one object; vLLM takes the last one" for key in repeated[:MAX_REPEATED])
+    for note in (*twice, *notes(config)):
         print(printable(f"note: {note}"))
     return 0
 
@@ -80,9 +87,10 @@ def notes(config: ConnectorConfig) -> Iterator[str]:
     from bridge.devices import device_names, is_device_name
     from bridge.handoff.identity import common_name
     from bridge.transfer.choose import PACKAGES, installed
+    from bridge.vllm.config import shown
 
     if config.device and not is_device_name(config.device):
-        yield f"no device {config.device!r} is installed here; the installed ones are {', '.join(device_names())}"
+        yield f"no device {shown(config.device)} is installed here; the installed ones are {', '.join(device_names())}"
     if not installed(config.agent):
         yield f"the agent {config.agent} needs {' or '.join(PACKAGES[config.agent])}, which is not installed here"
     try:
@@ -90,6 +98,9 @@ def notes(config: ConnectorConfig) -> Iterator[str]:
             pass
     except (OSError, ValueError):
         yield f"listen is {config.listen}, which is no address of this host"
+    mode = stat.S_IMODE(config.identity.private_key.stat().st_mode)
+    if mode & 0o007:
+        yield f"every user of this host may use private_key, the file {config.identity.private_key} (mode {mode:o}); chmod 600"
     made_for = {f"peer {name!r}": (name, peer.certificate) for name, peer in config.peers.items()}
     for what, (name, certificate) in {"this engine": (config.identity.name, config.identity.certificate), **made_for}.items():
         other = common_name(certificate)
@@ -116,8 +127,18 @@ def check_fields(given: Mapping[str, Any]) -> None:
             raise BadConfiguration(f"{key} is {shown(value)}", remedy=instead) from None
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, read as strictly as vLLM reads it. Raises BadConfiguration, or OSError where it cannot be read."""
+def read(path: Path, repeated: list[str] | None = None) -> dict[str, Any]:
+    """The JSON object in a file, read as strictly as vLLM reads it. Raises BadConfiguration, or OSError where it cannot be read.
+
+    repeated: gets the keys that stand twice in one object, of which the last counts here and in vLLM.
+    """
+
+    def last(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if repeated is not None and len(found) < len(pairs):
+            repeated.extend(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        return found
+
     with path.open("rb") as file:
         content = file.read(MAX_BYTES + 1)
     if content.startswith(codecs.BOM_UTF8):
@@ -125,7 +146,7 @@ def read(path: Path) -> dict[str, Any]:
     given = None
     if len(content) <= MAX_BYTES:
         try:
-            given = json.loads(content.decode("utf-8"))
+            given = json.loads(content.decode("utf-8"), object_pairs_hook=last)
             json.dumps(given, ensure_ascii=False).encode("utf-8")
         except UnicodeDecodeError:
             raise BadConfiguration(f"{path} is not UTF-8 text, which vLLM reads", remedy="save it as UTF-8") from None

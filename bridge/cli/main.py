@@ -16,6 +16,8 @@ from bridge.errors import KVBridgeError, printable
 COMMANDS = (demo, inspect, identity, check, doctor)
 USAGE_ERROR = 2
 
+_MISNAMED = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+
 
 class _Parser(argparse.ArgumentParser):
     """One sentence and no usage block: `--help` has the rest."""
@@ -83,8 +85,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _say(options.command, str(error))
     except OSError as error:
         named = f"{error.filename}: {(error.strerror or '').lower()}" if error.filename else str(error)
-        advice = "; choose a place that this user may write to, or make it as root first" if isinstance(error, PermissionError) else ""
-        return _say(options.command, named + advice)
+        if isinstance(error, PermissionError):
+            named += "; give this user the right, as root, or name another place"
+        elif isinstance(error, _MISNAMED):
+            named += "; correct the path"
+        return _say(options.command, named)
 
 
 def _say(command: str, sentence: str) -> int:

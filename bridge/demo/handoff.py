@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import queue
@@ -110,7 +111,10 @@ def demonstrate(settings: Settings, progress: Callable[[str], None]) -> Demonstr
         raise BadPrompt("the prompt is empty", remedy="give it some text")
     find_weights()
     if settings.keep is not None:
-        settings.keep.mkdir(parents=True, exist_ok=True)
+        try:
+            settings.keep.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise NotADirectoryError(errno.ENOTDIR, "not a folder", str(settings.keep)) from None
     if settings.device == "cpu":
         progress("compiling the CPU's code, some 20 s")
     device = open_device(settings.device)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
+import struct
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,7 +30,7 @@ NO_MEANING = frozenset(
         "return_dict_in_generate", "output_attentions", "output_hidden_states", "output_scores", "output_router_logits",
         "_attn_implementation", "_attn_implementation_internal", "_attn_implementation_autoset", "attn_implementation",
         "_experts_implementation", "attn_impl", "_flash_attn_2_enabled", "gradient_checkpointing", "pretraining_tp",
-        "initializer_range", "initializer_factor", "init_std", "init_device", "id2label", "label2id", "num_labels", "problem_type",
+        "initializer_factor", "init_std", "init_device", "id2label", "label2id", "num_labels", "problem_type",
         "finetuning_task", "task_specific_params", "chunk_size_feed_forward", "bos_token_id", "eos_token_id", "pad_token_id",
         "sep_token_id", "unk_token_id", "cls_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id",
         "prefix", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "max_length", "min_length", "max_new_tokens",
@@ -106,12 +108,16 @@ def _exact(value: Any, depth: int, count: list[int]) -> Any:
 def _with_rope(config: dict[str, Any]) -> dict[str, Any]:
     """rope_theta, rope_scaling and partial_rotary_factor as transformers 5 writes them: one rope_parameters."""
     scaling, theta = config.get("rope_scaling"), config.get("rope_theta")
-    if "rope_parameters" in config or "rope_type" in config or (theta is None and not isinstance(scaling, Mapping)):
+    if "rope_parameters" in config or "rope_type" in config or (theta is None and scaling is None):
         return config
-    rope = dict(scaling) if isinstance(scaling, Mapping) else {}
+    if scaling is not None and not isinstance(scaling, Mapping):
+        return config
+    rope = dict(scaling or {})
+    moved = ("rope_theta", "partial_rotary_factor")
+    if any(rope.get(key) is not None and config.get(key) not in (None, rope[key]) for key in moved) or {"type", "rope_type"} <= rope.keys():
+        return config  # it says a thing twice, and readers differ in which of the two they take
     kind = rope.pop("type", None)
     rope.setdefault("rope_type", kind or "default")
-    moved = ("rope_theta", "partial_rotary_factor")
     rope.update({key: config[key] for key in moved if key in config})
     return {**{key: value for key, value in config.items() if key not in (*moved, "rope_scaling")}, "rope_parameters": rope}
 
@@ -123,10 +129,10 @@ def model_digest(config: Any, weights: str | Path | Sequence[str | Path] | None 
     field that nobody has thought of makes two sides refuse each other, never read each other wrongly) and those that are null. Pass the
     same kind on both sides, best the parsed config.json: a transformers object adds its version's defaults.
     Inside those in EXACT every name and their order count too.
-    weights: a folder (its .safetensors files, otherwise its one .gguf file), or the files. Their digest covers the tensors' names, shapes,
-    dtypes and places in the file (safetensors) or the first 64 MiB, with the header, and the size (GGUF), and of every file the first, the
-    last and 64 evenly spaced slices of 4 KiB; with `whole` every byte, at the speed of the disk and of SHA-256. Digests of the two kinds
-    are never equal.
+    weights: a folder (its .safetensors files, those that its index names where there is one; otherwise its one .gguf file), or the files.
+    Their digest covers the tensors' names, shapes, dtypes and places in the file (safetensors) or the first 64 MiB, with the header, and
+    the size (GGUF), and of every file the first, the last and 64 evenly spaced slices of 4 KiB; with `whole` every byte, at the speed of
+    the disk and of SHA-256. Digests of the two kinds are never equal. The files' own names count only where two hold a tensor of one name.
 
     What it misses: without `whole`, weights that differ only outside those slices (a patch of a few tensors); adapters applied at run time
     (adapter_digest stands among the manifest's content digests); and an engine's own numerics. The same weights sharded into other files
@@ -138,8 +144,13 @@ def model_digest(config: Any, weights: str | Path | Sequence[str | Path] | None 
     if weights is not None:
         files = weight_files(weights)
         with ThreadPoolExecutor(HASHING_THREADS) as threads:
-            for part in sorted(threads.map(lambda path: file_digest(path, whole), files)):
-                digest.update(part)
+            parts = list(threads.map(lambda path: file_digest(path, whole), files))
+        if len(frozenset[str]().union(*(part.names for part in parts))) < sum(len(part.names) for part in parts):
+            # Of a tensor that several files hold, engines take the one in the file whose name comes last, or is their rank's.
+            named = sorted((os.fsencode(path.name), part.digest) for path, part in zip(files, parts, strict=True))
+            digest.update(b"named\0" + b"".join(struct.pack("<Q", len(name)) + name + found for name, found in named))
+        else:
+            digest.update(b"".join(sorted(part.digest for part in parts)))
     return digest.digest()
 
 
@@ -176,7 +187,7 @@ def adapter_digest(folder: Path, *, whole: bool = False) -> bytes:
     fields.pop("base_model_name_or_path", None)
     count = [0]
     meant = {name: _exact(item, 1, count) for name, item in _named(fields).items() if item is not None}
-    return hashlib.sha256(b"kvbridge adapter 2\0" + _text(meant) + b"\0" + file_digest(weights, whole, adapter=True)).digest()
+    return hashlib.sha256(b"kvbridge adapter 2\0" + _text(meant) + b"\0" + file_digest(weights, whole, adapter=True).digest).digest()
 
 
 def _text(canonical: Any) -> bytes:

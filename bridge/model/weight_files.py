@@ -7,7 +7,7 @@ import json
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bridge.model.config_fields import BadWeights
 
@@ -36,17 +36,38 @@ def weight_files(weights: str | Path | Sequence[str | Path]) -> list[Path]:
     if not folder.is_dir():
         return [folder]
     tensors, gguf = sorted(folder.glob("*.safetensors")), sorted(folder.glob("*.gguf"))
-    sharded = [path for path in tensors if path.name.startswith("model")]
     if tensors:
         # Mistral ships the same weights twice, as consolidated.safetensors too.
-        return sharded or tensors
+        others = [path for path in tensors if not path.name.startswith("consolidated")]
+        return indexed(others or tensors, folder / f"{'model' if others else 'consolidated'}.safetensors.index.json")
     if len(gguf) == 1:
         return gguf
     found = f"{len(gguf)} .gguf files" if gguf else "neither .safetensors nor .gguf files"
     raise BadWeights(f"the folder {folder} holds {found}", remedy="name the weight files themselves")
 
 
-def file_digest(path: Path, whole: bool, *, adapter: bool = False) -> bytes:
+def indexed(files: list[Path], index: Path) -> list[Path]:
+    """Those of the files that an index names, as engines take them; all where there is no index. Raises BadWeights."""
+    if not index.is_file():
+        return files
+    try:
+        named = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise BadWeights(f"{index} is no index of weights", remedy="copy the whole checkpoint anew") from None
+    missing = sorted(str(name) for name in named - {path.name for path in files})
+    if missing:
+        raise BadWeights(f"{index} names {missing[0][:100]!r}, which is not beside it", remedy="copy the whole checkpoint anew")
+    return [path for path in files if path.name in named]
+
+
+class FileDigest(NamedTuple):
+    """What a weight file is. names: of its tensors, where its header says them."""
+
+    digest: bytes
+    names: frozenset[str]
+
+
+def file_digest(path: Path, whole: bool, *, adapter: bool = False) -> FileDigest:
     """SHA-256 over a file's tensors: their names, shapes, dtypes and places in the file (safetensors), the size, and the data.
 
     whole: all of the data, or the first, the last and 64 evenly spaced slices of 4 KiB. A .gguf file is data from its first byte on, and
@@ -58,14 +79,14 @@ def file_digest(path: Path, whole: bool, *, adapter: bool = False) -> bytes:
         pytorch = adapter and path.suffix in (".bin", ".pt")
         with path.open("rb") as file:
             if pytorch or path.suffix == ".gguf":
-                description, start = path.suffix[1:].encode(), 0
+                description, start, names = path.suffix[1:].encode(), 0, frozenset[str]()
             else:
-                description, start = _safetensors_header(file, size, path, MAX_ADAPTER_TENSORS if adapter else None)
+                description, start, names = _safetensors_header(file, size, path, MAX_ADAPTER_TENSORS if adapter else None)
             digest = hashlib.sha256(struct.pack("<QQ", size - start, len(description)) + description)
             file.seek(start)
             if whole or pytorch:
                 _update(digest, file, None)
-                return digest.digest()
+                return FileDigest(digest.digest(), names)
             if path.suffix == ".gguf":
                 _update(digest, file, GGUF_HEADER_BYTES)
             last = max(size - SLICE_BYTES, start)
@@ -73,7 +94,7 @@ def file_digest(path: Path, whole: bool, *, adapter: bool = False) -> bytes:
             for i in range(SLICES + 2):
                 file.seek(start + (last - start) * i // (SLICES + 1))
                 digest.update(file.read(SLICE_BYTES))
-            return digest.digest()
+            return FileDigest(digest.digest(), names)
     except OSError as error:
         raise BadWeights(f"the weight file {path} cannot be read: {error.strerror}") from None
 
@@ -86,8 +107,8 @@ def _update(digest: Any, file: Any, limit: int | None) -> None:
         left -= len(part)
 
 
-def _safetensors_header(file: Any, size: int, path: Path, most: int | None) -> tuple[bytes, int]:
-    """(names, dtypes, shapes and offsets in the order of the data, where the data begins). most: the tensors that it may have."""
+def _safetensors_header(file: Any, size: int, path: Path, most: int | None) -> tuple[bytes, int, frozenset[str]]:
+    """(names, dtypes, shapes and offsets in the order of the data, where the data begins, names). most: how many tensors it may have."""
     head = file.read(8)
     length = int.from_bytes(head, "little")
     if len(head) < 8 or length > min(MAX_HEADER_BYTES, size - 8):
@@ -102,7 +123,7 @@ def _safetensors_header(file: Any, size: int, path: Path, most: int | None) -> t
         raise BadWeights(f"the header of {path} is no safetensors header") from None
     if most is not None and len(entries) > most:
         raise BadWeights(f"{path} has {len(entries)} tensors, an adapter at most {most}", remedy=_TOO_LARGE)
-    return description, 8 + length
+    return description, 8 + length, frozenset(header) - {"__metadata__"}
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

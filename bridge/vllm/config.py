@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from collections.abc import Mapping
@@ -210,8 +211,10 @@ class ConnectorConfig:
                 declared(codec[:_SHOWN])
             except UnknownCodec as error:
                 raise BadConfiguration(error.detail, remedy=error.advice) from None
-        made = f"make it here with `kvbridge identity {shown(entries.name)}`, which makes both, or correct its path"
-        files = [("certificate", entries.certificate, made), ("private_key", entries.private_key, made)]
+        files = []
+        for what, file in (("certificate", entries.certificate), ("private_key", entries.private_key)):
+            command = f"kvbridge identity {shown(entries.name)} --out {shown(os.path.dirname(file) or '.')}"
+            files.append((what, file, f"make it here with `{command}`, which makes both, or correct its path"))
         for name, entry in entries.peers.items():
             copied = f"copy the .crt file here that `kvbridge identity {shown(name)}` made on that engine's host"
             files.append((f"the certificate of peer {shown(name)}", entry.certificate, copied))

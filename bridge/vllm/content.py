@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import struct
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.model import GeometryError, adapter_digest, adapter_files
-from bridge.vllm.engine import on_this_host
+from bridge.vllm.checkpoint import on_this_host
 from bridge.vllm.errors import AdapterUnknown, UnsupportedEngine
 from bridge.wire import ContentKind, token_digest
 from bridge.wire.errors import BadContent
@@ -30,14 +31,14 @@ _SETTLED_SECONDS = 2.0
 """A file that was changed so shortly ago may be changed again without another time of change: file systems count in ticks."""
 
 _CHANGED = b""
-"""In place of a digest: equal to none."""
+"""In place of a digest: equal to none. What is loaded is not known."""
 
 _COUNTED = re.compile(r"renderer\d+-mm-\d+-\w+-\d+")
 """vLLM's identifiers of images that it does not hash."""
 
 _VECTORS = "send a dense tensor of shape (tokens, hidden size)"
 
-Stamp = tuple[tuple[str, int, int, int, int], ...]
+Stamp = tuple[tuple[str, int, int, int, int, int], ...]
 
 
 class Adapters:
@@ -57,13 +58,23 @@ class Adapters:
     def of(self, request: LoRARequest) -> bytes:
         """Of the adapter that vLLM computes this request with. Raises AdapterUnknown, also where its files are not those first used."""
         name, path = request.lora_name, request.lora_path
-        now = self.digest(name, path)
+        places: tuple[tuple[dict[Any, bytes], Any], ...] = (self._loaded, request.lora_int_id), (self._cached, (name, path))
+        if request.load_inplace and request.lora_int_id in self._loaded:
+            self._loaded[request.lora_int_id] = _CHANGED  # also where the new files cannot be compared
+        if any(key not in first and len(first) >= MAX_ADAPTERS for first, key in places):
+            raise AdapterUnknown(f"this engine has used {MAX_ADAPTERS} adapters, and no more are compared", remedy="restart it")
+        try:
+            now = self.digest(name, path)
+        except AdapterUnknown:
+            # vLLM loads it all the same where it can, a moment later, or has loaded what was there before; a hub's name it downloads first.
+            local = os.path.expanduser(path)
+            if os.path.isabs(local) or os.path.lexists(local):
+                for first, key in places:
+                    first.setdefault(key, _CHANGED)
+            raise
         if request.is_3d_lora_weight:
             # The same tensors, taken in another order.
             now = hashlib.sha256(b"3d\0" + now).digest()
-        places: tuple[tuple[dict[Any, bytes], Any], ...] = (self._loaded, request.lora_int_id), (self._cached, (name, path))
-        if any(key not in first and len(first) >= MAX_ADAPTERS for first, key in places):
-            raise AdapterUnknown(f"this engine has used {MAX_ADAPTERS} adapters, and no more are compared", remedy="restart it")
         if request.load_inplace:
             self._loaded[request.lora_int_id] = now
         if any(first.setdefault(key, now) != now for first, key in places):
@@ -71,7 +82,8 @@ class Adapters:
             for first, key in places:
                 first[key] = _CHANGED
             raise AdapterUnknown(
-                f"the files of the adapter {name[:100]!r} have changed since this engine first used it, or another was loaded in its place",
+                f"the files of the adapter {name[:100]!r} have changed since this engine first used it, or could not be compared then, "
+                "or another was loaded in its place",
                 remedy="load it under a new name, or restart the engine",
             )
         return now
@@ -89,7 +101,7 @@ class Adapters:
             folder = on_this_host(path)
             if folder is None:
                 raise AdapterUnknown(f"the files of the adapter {name[:100]!r} were not found on this host, so they cannot be compared")
-            stamp = _stamp(folder)
+            looked, stamp = time.time(), _stamp(folder)
             known = self._known.get(path)
             if known is not None and known[0] == stamp:
                 return known[1]
@@ -103,7 +115,8 @@ class Adapters:
             raise AdapterUnknown(f"the adapter {name[:100]!r} cannot be compared: {error.detail}", remedy=advice) from None
         except (OSError, RuntimeError, ValueError) as error:  # a file that goes meanwhile, a home folder or a name that there is not
             raise AdapterUnknown(f"the adapter {name[:100]!r} cannot be compared: {str(error)[:200]}") from None
-        if abs(time.time() - max(changed for *_, changed in stamp) / 1e9) > _SETTLED_SECONDS:
+        # At the time when it was looked at: reading it may have taken longer than that.
+        if abs(looked - max(changed for *_, changed in stamp) / 1e9) > _SETTLED_SECONDS:
             if len(self._known) >= _REMEMBERED:
                 self._known.clear()
             self._known[path] = stamp, found
@@ -113,7 +126,7 @@ class Adapters:
 def _stamp(folder: Path) -> Stamp:
     """What changes when a file is written or replaced: its time of change too, which no program can set. Raises BadWeights."""
     found = [(file, file.stat()) for file in adapter_files(folder)]
-    return tuple((str(file), state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns) for file, state in found)
+    return tuple((str(file), state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns) for file, state in found)
 
 
 def content_of(request: Request, adapters: Adapters, images_are_hashed: bool = True) -> Content:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.model import GeometryError, ModelGeometry, model_digest
 from bridge.model.config_fields import as_mapping
 from bridge.sharding import Layout, ShardingError
+from bridge.vllm.checkpoint import loaded_weights, mistral_config, on_this_host, read_json, reads_config_json
 from bridge.vllm.engine_pages import BlockGroup
 from bridge.vllm.errors import UnsupportedEngine
 
@@ -100,25 +100,25 @@ def digest(vllm_config: VllmConfig, whole: bool) -> bytes:
     whole: every byte of the weights counts.
     """
     checkpoint = _checkpoint(vllm_config)
-    weights = [checkpoint] if checkpoint.is_file() else sorted([*checkpoint.glob("*.safetensors"), *checkpoint.glob("*.gguf")])
-    if not weights and vllm_config.load_config.load_format != "dummy":
-        raise UnsupportedEngine(
-            f"{checkpoint} has no .safetensors or .gguf files, so the weights of two engines cannot be compared",
-            remedy="convert the checkpoint to safetensors",
-        )
     try:
-        config = {**as_mapping(_config(vllm_config, checkpoint)), **_quantization_files(checkpoint)}
-        return model_digest(config, weights or None, whole=whole)
+        weights = loaded_weights(checkpoint, vllm_config.load_config.load_format)
+        if not weights and vllm_config.load_config.load_format != "dummy":
+            raise UnsupportedEngine(
+                f"{checkpoint} has no .safetensors or .gguf files that vLLM loads, so the weights of two engines cannot be compared",
+                remedy="convert the checkpoint to safetensors",
+            )
+        beside = {**_quantization_files(checkpoint), **mistral_config(vllm_config.model_config, checkpoint)}
+        return model_digest({**as_mapping(_config(vllm_config, checkpoint)), **beside}, weights or None, whole=whole)
     except GeometryError as error:
         raise UnsupportedEngine(error.detail, remedy=error.advice) from None
 
 
 def _config(vllm_config: VllmConfig, checkpoint: Path) -> Any:
-    """The checkpoint's own config.json where it has one, so that both sides read the same fields; with overrides, what the engine runs."""
-    if vllm_config.model_config.hf_overrides:
+    """The checkpoint's own config.json where it has one, so that both sides read the same fields; otherwise what the engine runs."""
+    if not reads_config_json(vllm_config.model_config):
         return vllm_config.model_config.hf_config.to_dict()
     file = checkpoint / "config.json"
-    return json.loads(file.read_text()) if file.is_file() else vllm_config.model_config.hf_config.to_dict()
+    return read_json(file) if file.is_file() else vllm_config.model_config.hf_config.to_dict()
 
 
 QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
@@ -127,20 +127,14 @@ QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_con
 
 def _quantization_files(checkpoint: Path) -> dict[str, dict[str, Any]]:
     """As fields of a config, compared exactly. Raises UnsupportedEngine."""
-    found = {}
-    for file in (checkpoint / name for name in QUANTIZATION_FILES):
-        if file.is_file():
-            try:
-                found[file.name] = {"quantization_config": json.loads(file.read_bytes())}
-            except (OSError, ValueError, RecursionError):
-                raise UnsupportedEngine(f"{file} cannot be read as JSON", remedy="copy the whole checkpoint anew") from None
-    return found
+    files = (checkpoint / name for name in QUANTIZATION_FILES)
+    return {file.name: {"quantization_config": read_json(file)} for file in files if file.is_file()}
 
 
 def _checkpoint(vllm_config: VllmConfig) -> Path:
     """Where the weights are: the folder or file that vLLM was given, or what it downloaded for a hub's name."""
     model = vllm_config.model_config
-    found = on_this_host(model.model, model.revision)
+    found = on_this_host(model.model, model.revision, getattr(vllm_config.load_config, "download_dir", None))
     if found is None:
         raise UnsupportedEngine(
             f"the weights of {model.model} were not found on this host, so two engines cannot be compared",
@@ -156,19 +150,6 @@ def hashes_images(vllm_config: VllmConfig) -> bool:
     """
     multimodal = vllm_config.model_config.multimodal_config
     return multimodal is None or multimodal.mm_processor_cache_gb != 0 or bool(vllm_config.cache_config.enable_prefix_caching)
-
-
-def on_this_host(name: str, revision: str | None = None) -> Path | None:
-    """The folder or file of this name, or what was downloaded for it as a hub's name; None where neither is here."""
-    path = Path(name).expanduser()
-    if path.exists():
-        return path
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except Exception:  # the hub's library has many reasons, none of which is ours to tell apart
-        return None
 
 
 def layout(geometry: ModelGeometry, tp_size: int) -> Layout:

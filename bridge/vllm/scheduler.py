@@ -146,12 +146,24 @@ class SchedulerSide:
         prefill = self._prefills.pop(request_id, None)
         if prefill is None:
             return False, None
-        if request.status not in _GOOD_ENDS or request.num_computed_tokens < prefill.total:
+        if request.status not in _GOOD_ENDS or request.num_computed_tokens < prefill.total or self._adapter_changed(request):
             self._orders.cancelled.append(request_id)
             return False, None
         self._sending.add(request_id)
         ticket = Ticket(self._config.identity.name, prefill.wire_id, *prefill.lease)
         return True, params.for_decoder(ticket, self._tp_size, prefill.total, self._engine_id)
+
+    def _adapter_changed(self, request: Request) -> bool:
+        """Whether the files of its adapter are others than when the request came: vLLM may have loaded these, or those."""
+        if request.lora_request is None:
+            return False
+        try:
+            self._adapters.of(request.lora_request)
+        except KVBridgeError as error:
+            logger.warning("request %s: %s", request.request_id, error)
+            self._orders.refused.append(error.clause)
+            return True
+        return False
 
     def heard(self, output: KVConnectorOutput) -> None:
         """What the workers have finished."""

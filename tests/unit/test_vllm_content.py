@@ -13,8 +13,9 @@ import torch
 
 from bridge.model import adapter_digest
 from bridge.vllm import content
+from bridge.vllm.checkpoint import ELSEWHERE, on_this_host
 from bridge.vllm.content import Adapters, content_of
-from bridge.vllm.engine import QUANTIZATION_FILES, digest, hashes_images
+from bridge.vllm.engine import QUANTIZATION_FILES, digest, geometry, hashes_images
 from bridge.vllm.errors import AdapterUnknown, UnsupportedEngine
 from bridge.wire.errors import BadContent
 
@@ -90,7 +91,59 @@ def test_what_changes_while_it_is_read_has_no_digest(tmp_path, monkeypatch):
     with pytest.raises(AdapterUnknown, match="change while they are read"):
         adapters.of(lora(folder))
     monkeypatch.setattr(content, "adapter_digest", real)
-    assert adapters.of(lora(folder)) == adapter_digest(folder), "nothing of it was kept"
+    with pytest.raises(AdapterUnknown, match="could not be compared then"):  # vLLM has loaded it all the same, somewhere between
+        adapters.of(lora(folder))
+    assert adapters.of(lora(folder, 2, "sql-2")) == adapter_digest(folder), "nothing of it was kept"
+
+
+@pytest.mark.usefixtures("settled")
+def test_the_time_that_reading_takes_settles_nothing(tmp_path, monkeypatch):
+    """Written once more in the tick in which it was looked at, and before it was read: the digest would be kept for the first files."""
+    monkeypatch.setattr(content, "_SETTLED_SECONDS", 2.0)
+    adapters, folder, clock = Adapters(True), adapter(tmp_path / "a", 1), SimpleNamespace(time=time.time)
+    monkeypatch.setattr(content, "time", clock)
+    real = content.adapter_digest
+
+    def slow(folder, whole):
+        clock.time = lambda: time.time() + 60
+        return real(folder, whole=whole)
+
+    monkeypatch.setattr(content, "adapter_digest", slow)
+    adapters.digest("sql", str(folder))
+    assert not adapters._known
+
+
+@pytest.mark.parametrize("spoilt", ["gone", "half", "too long"])
+def test_an_adapter_that_could_not_be_compared_at_first_is_not_later(tmp_path, spoilt):
+    """vLLM has loaded what was there before, or loads what is there a moment later; nobody knows what that is."""
+    adapters, folder = Adapters(False), tmp_path / "a"
+    if spoilt != "gone":
+        adapter(folder, 1)
+        (folder / "adapter_config.json").write_bytes(b"{" if spoilt == "half" else b" " * (1 << 21))
+    adapters.used(lora(folder))
+    adapter(folder, 2)
+    (folder / "adapter_config.json").write_bytes(b'{"r": 8}')
+    with pytest.raises(AdapterUnknown, match="could not be compared then"):
+        adapters.of(lora(folder))
+    assert adapters.of(lora(folder, 2, "sql-2")) == adapter_digest(folder)
+
+
+def test_a_hubs_name_that_is_not_here_yet_is_compared_later(tmp_path, monkeypatch):
+    """vLLM downloads it for its first request, so nothing else can have been loaded."""
+    adapters, folder, here = Adapters(False), adapter(tmp_path / "a", 1), []
+    monkeypatch.setattr(content, "on_this_host", lambda path: here[0] if here else None)
+    adapters.used(lora("someone/sql"))
+    here.append(folder)
+    assert adapters.of(lora("someone/sql")) == adapter_digest(folder)
+
+
+def test_new_files_under_a_loaded_number_that_cannot_be_compared_end_what_it_was(tmp_path):
+    adapters, one, other = Adapters(False), adapter(tmp_path / "a", 1), adapter(tmp_path / "b", 2)
+    adapters.used(lora(one))
+    (other / "adapter_config.json").write_bytes(b"{")
+    adapters.used(lora(other, inplace=True))
+    with pytest.raises(AdapterUnknown, match="another was loaded in its place"):
+        adapters.of(lora(one))
 
 
 def test_files_that_change_under_a_loaded_adapter_end_its_hand_offs(tmp_path):
@@ -222,3 +275,97 @@ def test_quantization_files_beside_the_configuration_count(tmp_path):
     (tmp_path / name).write_text("{")
     with pytest.raises(UnsupportedEngine, match=r"quant_config\.json cannot be read as JSON"):
         digest(engine, False)
+
+
+def weights(path, seed, name="w"):
+    data = np.random.default_rng(seed).bytes(256)
+    header = json.dumps({name: {"dtype": "U8", "shape": [256], "data_offsets": [0, 256]}}).encode()
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(struct.pack("<Q", len(header)) + header + data)
+
+
+def checkpoint(folder, files, index=None, of="model"):
+    """files: name -> seed of its one tensor. index: the files that it names."""
+    for name, seed in files.items():
+        weights(folder / name, seed)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    if index is not None:
+        (folder / f"{of}.safetensors.index.json").write_text(json.dumps({"weight_map": {f"w{n}": name for n, name in enumerate(index)}}))
+    return folder
+
+
+def engine_of(folder, load_format="auto", **model):
+    config = SimpleNamespace(model=str(folder), revision=None, hf_overrides={}, **model)
+    return SimpleNamespace(model_config=config, load_config=SimpleNamespace(load_format=load_format, download_dir=None))
+
+
+FILES = {"a.safetensors": 1, "b.safetensors": 2}
+SWAPPED = {"a.safetensors": 2, "b.safetensors": 1}
+
+
+def test_what_an_index_leaves_out_is_not_compared(tmp_path):
+    """vLLM loads what model.safetensors.index.json names, so one folder's files may be two models."""
+    one = checkpoint(tmp_path / "1", FILES, ["a.safetensors"])
+    found = {
+        digest(engine_of(one), False),
+        digest(engine_of(checkpoint(tmp_path / "2", FILES, ["b.safetensors"])), False),
+        digest(engine_of(checkpoint(tmp_path / "3", FILES)), False),
+    }
+    assert len(found) == 3
+    alone = checkpoint(tmp_path / "4", {"a.safetensors": 1})
+    assert digest(engine_of(one), False) == digest(engine_of(alone), False), "the same weights"
+    assert digest(engine_of(checkpoint(tmp_path / "5", SWAPPED, ["b.safetensors"])), False) == digest(engine_of(alone), False)
+    with pytest.raises(UnsupportedEngine, match=r"names 'c\.safetensors', which is not beside it"):
+        digest(engine_of(checkpoint(tmp_path / "6", FILES, ["c.safetensors"])), False)
+    (one / "model.safetensors.index.json").write_text('{"weight_map": 1}')
+    with pytest.raises(UnsupportedEngine, match="is no index of weights; copy the whole"):
+        digest(engine_of(one), False)
+
+
+def test_two_files_of_one_tensor_that_change_names_count(tmp_path):
+    """vLLM takes what the file holds whose name comes last."""
+    one, other = (digest(engine_of(checkpoint(tmp_path / name, files)), False) for name, files in (("1", FILES), ("2", SWAPPED)))
+    assert one != other
+
+
+def test_the_format_that_vllm_loads_counts(tmp_path):
+    """A folder of Mistral's has the weights twice, of which load_format chooses: one of them may be of another fine-tuning."""
+    both = checkpoint(tmp_path / "both", {"consolidated.safetensors": 1, "model.safetensors": 2})
+    official = checkpoint(tmp_path / "official", {"consolidated.safetensors": 1})
+    others = checkpoint(tmp_path / "others", {"model.safetensors": 2})
+    assert digest(engine_of(both), False) == digest(engine_of(both, "mistral"), False) == digest(engine_of(official), False)
+    assert digest(engine_of(both, "hf"), False) != digest(engine_of(others), False), "both files, of one tensor"
+    (both / "model.safetensors.index.json").write_text('{"weight_map": {"w": "model.safetensors"}}')
+    assert digest(engine_of(both, "hf"), False) == digest(engine_of(others), False) != digest(engine_of(both), False)
+
+
+@pytest.mark.parametrize("kind", ELSEWHERE)
+def test_weights_from_elsewhere_are_refused(tmp_path, kind):
+    with pytest.raises(UnsupportedEngine, match=f"load_format is {kind}, whose weights cannot be compared"):
+        digest(engine_of(checkpoint(tmp_path, FILES), kind), False)
+
+
+def test_the_configuration_that_the_engine_runs_counts(tmp_path):
+    folder = checkpoint(tmp_path / "a", {"consolidated.safetensors": 1})
+    found = [digest(engine_of(folder), False)]
+    for theta in (1e4, 1e6):  # what vLLM reads in a folder of Mistral's
+        (folder / "params.json").write_text(json.dumps({"rope_theta": theta}))
+        found.append(digest(engine_of(folder), False))
+    assert digest(engine_of(folder, config_format="hf"), False) == found[0]
+    small = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    for theta in (1e4, 1e6):  # of another folder
+        config = SimpleNamespace(to_dict=lambda theta=theta: {**small, "rope_theta": theta})
+        engine = engine_of(folder, hf_config_path="elsewhere", hf_config=config)
+        found.append(digest(engine, False))
+        assert geometry(engine).layers == 2
+    assert len(set(found)) == len(found) == 5
+
+
+def test_a_hubs_name_is_looked_for_where_vllm_downloads_it(tmp_path, monkeypatch):
+    found = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **about: found.append(about["cache_dir"]) or str(tmp_path))
+    assert on_this_host("someone/model", None, "/downloads") == tmp_path
+    assert found == ["/downloads"]
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
+    assert on_this_host("someone/model") is None, "another hub's model of this name may be another"
+    assert on_this_host(str(tmp_path)) == tmp_path

@@ -132,9 +132,23 @@ def test_what_may_be_a_mistake_is_noted(pasted, tmp_path, capsys, monkeypatch):
         code, said = check(tmp_path, decoder, capsys, **extra)
         assert code == 0, said
         assert f"note: {note}" in said, said
+    (tmp_path / "decode-0.key").chmod(0o644)
+    code, said = check(tmp_path, decoder, capsys)
+    assert (code, "decode-0.key (mode 644); chmod 600\n" in said) == (0, True), said
     monkeypatch.setattr("bridge.transfer.choose.installed", lambda kind: False)
     code, said = check(tmp_path, decoder, capsys, agent="ucx")
     assert (code, "note: the agent ucx needs ucxx" in said) == (0, True)
+
+
+def test_a_key_that_stands_twice_is_noted(pasted, tmp_path, capsys):
+    """Of two peers of one name the first was dropped without a word, as by vLLM."""
+    decoder = json.dumps(pasted["kv_consumer"][0])
+    peer = json.dumps(pasted["kv_consumer"][0]["kv_connector_extra_config"]["peers"]["prefill-0"])
+    twice = decoder.replace('"prefill-0": ', f'"prefill-0": {peer}, "prefill-0": ')
+    assert twice != decoder
+    (tmp_path / "given.json").write_text(twice)
+    assert main(["check", str(tmp_path / "given.json")]) == 0
+    assert "note: the key 'prefill-0' stands twice in one object; vLLM takes the last one\n" in capsys.readouterr().out
 
 
 def test_a_file_that_is_missing_is_asked_for_where_it_is_made(pasted, tmp_path, capsys):
@@ -142,7 +156,8 @@ def test_a_file_that_is_missing_is_asked_for_where_it_is_made(pasted, tmp_path, 
     decoder, _ = pasted["kv_consumer"]
     for file, said in {
         "prefill-0.crt": "copy the .crt file here that `kvbridge identity 'prefill-0'` made on that engine's host",
-        "decode-0.crt": "make it here with `kvbridge identity 'decode-0'`",
+        "decode-0.crt": f"make it here with `kvbridge identity 'decode-0' --out '{tmp_path}'`",
+        "decode-0.key": f"make it here with `kvbridge identity 'decode-0' --out '{tmp_path}'`",
     }.items():
         (tmp_path / file).rename(tmp_path / "away")
         code, printed = check(tmp_path, decoder, capsys)

@@ -258,6 +258,12 @@ def test_a_key_that_belongs_to_another_certificate(entries, tmp_path):
         ConnectorConfig.parse({**entries, "private_key": str(tmp_path / "prefill-0.key")})
 
 
+def test_the_certificate_given_for_its_key_too(entries):
+    """OpenSSL has no reason for that, and the sentence ended in "None"."""
+    with pytest.raises(BadConfiguration, match="no certificate and its key: one of the two holds something else; "):
+        ConnectorConfig.parse({**entries, "private_key": entries["certificate"]})
+
+
 def test_an_encrypted_key_is_refused_and_nobody_is_asked_for_a_password(entries, tmp_path):
     key = serialization.load_pem_private_key((tmp_path / "decode-0.key").read_bytes(), None)
     hidden = serialization.BestAvailableEncryption(b"password")

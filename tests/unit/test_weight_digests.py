@@ -69,6 +69,23 @@ def test_the_order_of_many_files_does_not_count(tmp_path, data):
     assert model_digest(CONFIG, files) != model_digest(CONFIG, files[1:])
 
 
+def test_every_file_of_a_folder_counts_that_its_index_names(tmp_path, data):
+    folders = {name: tmp_path / name for name in ("one", "same", "two", "three")}
+    for folder in folders.values():
+        write(folder / "model.safetensors", data)
+    write(folders["two"] / "vision.safetensors", data[:5000])
+    write(folders["three"] / "vision.safetensors", data[:5001])
+    (folders["same"] / "consolidated.safetensors").write_bytes(b"the same again, in another form")
+    assert len({model_digest(CONFIG, folder) for folder in folders.values()}) == 3
+    for folder in folders.values():
+        (folder / "model.safetensors.index.json").write_text('{"weight_map": {"w": "model.safetensors"}}')
+    assert len({model_digest(CONFIG, folder) for folder in folders.values()}) == 1
+    for text in ("[]", "{", "{}", '{"weight_map": {"w": []}}', '{"weight_map": []}', "[" * 100_000):
+        (folders["one"] / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(BadWeights, match="is no index of weights"):
+            model_digest(CONFIG, folders["one"])
+
+
 def test_an_adapter_is_its_content_wherever_it_lies(tmp_path, data):
     one = adapter_digest(adapter(tmp_path / "one", data))
     assert one == adapter_digest(adapter(tmp_path / "two", data))
@@ -240,3 +257,32 @@ def test_a_quantization_counts_in_its_order_and_by_every_name():
 def test_an_adapters_config_that_is_too_large_is_called_so(tmp_path):
     with pytest.raises(BadConfig, match="is too large; at most 1 MiB"):
         adapter_digest(configured(tmp_path / "a", json.dumps({"r": ["x" * 1000] * 1100})))
+
+
+def test_what_a_configuration_says_twice_counts():
+    """transformers 5 takes the inner rope_theta, and vLLM with it."""
+    found = [
+        {"rope_theta": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_theta": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}},
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {
+            "rope_theta": 5e5,
+            "rope_scaling": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5},
+            "partial_rotary_factor": 1.0,
+        },
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "partial_rotary_factor": 1.0},
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "type": "dynamic", "factor": 2.0}},
+        {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 5e5}},
+        {"rope_theta": 5e5},
+        {"rope_theta": 5e5, "rope_scaling": "dynamic"},
+        {"rope_theta": 5e5, "rope_scaling": {}},
+    ]
+    digests = [model_digest({**CONFIG, **rope}) for rope in found]
+    assert len(set(digests)) == 8
+    assert digests[2] == digests[6], "the same twice"
+    assert digests[7] == digests[9], "nothing"
+
+
+def test_the_range_of_initial_weights_counts():
+    """Some models scale their embeddings by it (HRM)."""
+    assert len({model_digest({**CONFIG, "initializer_range": scale}) for scale in (0.01, 0.02)}) == 2

@@ -18,10 +18,12 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.processing.inputs import ProcessorInputs
 from vllm.renderers.base import BaseRenderer
+from vllm.v1.request import RequestStatus
 
 from bridge.errors import KVBridgeError
 from bridge.handoff import Ticket
 from bridge.vllm import params
+from bridge.vllm.checkpoint import INDEXED, loaded_weights
 from bridge.vllm.content import Adapters, content_of
 from bridge.vllm.engine import check_engine, digest
 from bridge.vllm.scheduler import SchedulerSide
@@ -68,6 +70,43 @@ def overridden(folder: str, **overrides: object) -> str:
     return digest(engine, False).hex()
 
 
+FOLDERS = [
+    (["model.safetensors"], {}),
+    (["a.safetensors", "b.safetensors"], {}),
+    (["a.safetensors", "b.safetensors"], {"model": ["b.safetensors"]}),
+    (["model.safetensors", "consolidated.safetensors"], {}),
+    (["model.safetensors", "consolidated.safetensors"], {"model": ["model.safetensors"]}),
+    (["consolidated-1.safetensors", "consolidated-2.safetensors"], {"consolidated": ["consolidated-1.safetensors"]}),
+    (["a.safetensors", "b.bin", "c.pt"], {}),
+]
+"""Weight files of a checkpoint, and what each index of them names."""
+
+
+def chosen(root: str) -> list[list[object]]:
+    """For each of FOLDERS and load_format: [which, the files that vLLM loads, those that are compared]."""
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    found: list[list[object]] = []
+    for number, (files, indexes) in enumerate(FOLDERS):
+        folder = Path(root) / f"checkpoint-{number}"
+        folder.mkdir()
+        for name in files:
+            (folder / name).touch()
+        for kind, names in indexes.items():
+            weight_map = {f"w{n}": name for n, name in enumerate(names)}
+            (folder / f"{kind}.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        for load_format in INDEXED:
+            try:
+                loader = DefaultModelLoader(LoadConfig(load_format=load_format))
+                _, theirs, *_ = loader._prepare_weights(str(folder), None, None, True, None)
+            except RuntimeError:  # it finds none
+                theirs = []
+            compared = loaded_weights(folder, load_format)
+            found.append([f"{load_format} of {files} {indexes}", sorted(Path(one).name for one in theirs), [one.name for one in compared]])
+    return found
+
+
 def warnings(count: int, step: str, **details: object) -> list[str]:
     """What the worker's log says of a step that so often happens."""
     told: list[str] = []
@@ -84,7 +123,7 @@ def warnings(count: int, step: str, **details: object) -> list[str]:
 
 
 def scheduler(multimodal: object = None, caches: bool = True) -> SchedulerSide:
-    config = SimpleNamespace(request_codec=True, compare_weights="sampled")
+    config = SimpleNamespace(request_codec=True, compare_weights="sampled", identity=SimpleNamespace(name="prefill-0"))
     engine = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(engine_id="e", is_kv_producer=True),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
@@ -110,6 +149,22 @@ def replaced_adapter(folder: str) -> list[bool]:
         side.new_request(made(prompt_token_ids=[1], num_prompt_tokens=1, kv_transfer_params=wanted, lora_request=lora))
         save_file({"w": torch.zeros(4, 4)}, path / "adapter_model.safetensors")
     return [*found, bool(side._prefills)]
+
+
+def replaced_meanwhile(folder: str) -> list[list[object]]:
+    """Of a prefill whose adapter is as it was, and of one whose adapter was replaced since it came: [kept, refused, cancelled]."""
+    path, found = Path(folder), []
+    for seed in (1, 2):
+        side, lora = scheduler(), LoRARequest("tuned", 1, folder)
+        (path / "adapter_config.json").write_text("{}")
+        save_file({"w": torch.ones(4, 4)}, path / "adapter_model.safetensors")
+        request = made(prompt_token_ids=[1], num_prompt_tokens=1, kv_transfer_params={"do_remote_decode": True}, lora_request=lora)
+        request.status, request.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, 1
+        side.new_request(request)
+        save_file({"w": torch.full((4, 4), float(seed))}, path / "adapter_model.safetensors")
+        kept, _ = side.finished(request)
+        found.append([kept, side._orders.refused, side._orders.cancelled])
+    return found
 
 
 def scheduled(params: dict, token_ids: list[int], multimodal: object = None, caches: bool = True, **more: object) -> list[object]:
@@ -194,7 +249,7 @@ def main() -> None:
     without = {"multimodal": SimpleNamespace(mm_processor_cache_gb=0), "caches": False}
     counted, mixed = first_images({}), first_images({"max_pixels": 64})
     images = [[SimpleNamespace(identifier=one)] for one in (counted[0], mixed[0], "5f" * 32)]
-    absent = SimpleNamespace(lora_name="tuned", lora_path="/there/is/no/adapter")
+    absent = LoRARequest("tuned", 1, "/there/is/no/adapter")
     halves = [True, False, True]
     found = {
         "alone": refusal(),
@@ -223,6 +278,8 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as folder:
         found["an adapter that was replaced"] = replaced_adapter(folder)
+        found["an adapter that was replaced meanwhile"] = replaced_meanwhile(folder)
+        found["weight files"] = chosen(folder)
         found["overrides"] = [overridden(folder), overridden(folder, rope_theta=1e6), overridden(folder, rope_theta=1e6)]
     print(json.dumps(found))
 

@@ -33,6 +33,12 @@ def test_the_log_line_has_no_differences_of_gauges(said):
     assert said["log line"] == {"prefiller_offered": 1}
 
 
+def test_the_weights_that_vllm_loads_are_compared(said):
+    assert len(said["weight files"]) == 42
+    for which, theirs, compared in said["weight files"]:
+        assert compared == theirs, which
+
+
 def test_the_command_check_knows_vllms_own_class(said, tmp_path):
     theirs = said["transfer config"]
     assert theirs["roles"] == {role: list(meaning) for role, meaning in check.ROLES.items()}
@@ -78,6 +84,11 @@ def test_an_adapter_that_cannot_be_compared_is_not_handed_off(said):
 def test_what_an_engine_first_used_an_adapter_as_counts_from_any_request(said):
     """[not handed off, handed off, after a change], and after a change behind a request that was not handed off."""
     assert said["an adapter that was replaced"] == [False, True, False, False]
+
+
+def test_an_adapter_that_is_replaced_in_the_midst_of_a_prefill_is_not_handed_off(said):
+    """vLLM loads it after the request has come, so nobody knows with which of the two it has computed."""
+    assert said["an adapter that was replaced meanwhile"] == [[True, [], []], [False, ["adapter_unknown"], ["r"]]]
 
 
 def test_images_that_this_engine_only_counts_are_not_compared(said):
