@@ -83,7 +83,8 @@ def _context(identity: Identity, trusted: Iterable[Path], protocol: int) -> ssl.
     try:
         context.load_cert_chain(identity.certificate, identity.private_key, password="")  # an encrypted key is refused, not asked about
     except ssl.SSLError as error:
-        raise BadIdentity(f"{identity.certificate} and {identity.private_key} are no certificate and its key: {error.reason}") from None
+        reason = error.reason or "one of the two holds something else"  # such as the certificate given for both
+        raise BadIdentity(f"{identity.certificate} and {identity.private_key} are no certificate and its key: {reason}") from None
     for certificate in trusted:
         certificate_der(certificate)
         try:

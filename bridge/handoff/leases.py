@@ -197,14 +197,14 @@ class Leases:
         """A reader gave up: the lease fails for all."""
         with self.lock:
             lease = self._live.get(number)
-            if lease is None or lease.manifest.generation != generation or session not in lease.sessions.values():
+            if lease is None or lease.manifest.generation != generation or not _reads(session, lease):
                 return
             self._end(lease, Refused(clause, detail, "", session.peer), told=session)
 
     def drop(self, session: Session, error: HandoffError) -> None:
-        """Fails every lease that a lost session still held."""
+        """Fails every lease of which a lost session had not committed its part; the other readers of what it has go on."""
         with self.lock:
-            for lease in [lease for lease in self._live.values() if session in lease.sessions.values()]:
+            for lease in [lease for lease in self._live.values() if _reads(session, lease)]:
                 self._end(lease, error, told=session)
 
     # How every lease ends.
@@ -252,3 +252,8 @@ class Leases:
             self.grants.end(extent)
         lease.reserved.clear()
         lease.slots.clear()
+
+
+def _reads(session: Session, lease: Lease) -> bool:
+    """Whether it has claimed a part of the lease and not committed it."""
+    return any(holder is session and reader not in lease.committed for reader, holder in lease.sessions.items())

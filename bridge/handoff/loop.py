@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import socket
 import threading
 from collections.abc import Coroutine, Sequence
 from typing import Any, Generic, TypeVar
@@ -64,11 +65,55 @@ class Job(Generic[T]):
             self._loop.call_soon_threadsafe(lambda: self._task and self._task.cancel())
 
 
+class _Loop(asyncio.SelectorEventLoop):
+    """asyncio's own, whichever an engine has installed, and names are looked up in threads of their own, one for each name.
+
+    A look-up takes as long as the resolver likes, half a minute where its servers are silent. In the few threads that asyncio shares among
+    all that may wait, those of one host's name held up every hand-off, and the end of the process.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._looking: dict[tuple[Any, ...], asyncio.Future[Any]] = {}
+
+    async def getaddrinfo(
+        self, host: Any, port: Any, *, family: int = 0, type: int = 0, proto: int = 0, flags: int = 0
+    ) -> list[tuple[Any, ...]]:
+        """As asyncio's. Raises OSError where no thread can be had."""
+        asked = (host, port, family, type, proto, flags)
+        found = self._looking.get(asked)
+        if found is None:
+            found = self.create_future()
+            try:
+                threading.Thread(target=self._look, args=(asked, found), name="kvbridge-name", daemon=True).start()
+            except RuntimeError as error:
+                raise OSError(f"no thread can be had to look up {host!r}: {error}") from error
+            self._looking[asked] = found
+        return list(await asyncio.shield(found))
+
+    def _look(self, asked: tuple[Any, ...], found: asyncio.Future[Any]) -> None:
+        answer, failure = None, None
+        try:
+            answer = socket.getaddrinfo(*asked)
+        except Exception as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody asks any more
+            self.call_soon_threadsafe(self._found, asked, found, answer, failure)
+
+    def _found(self, asked: tuple[Any, ...], found: asyncio.Future[Any], answer: Any, failure: Exception | None) -> None:
+        self._looking.pop(asked, None)
+        if failure is None:
+            found.set_result(answer)
+        else:
+            found.set_exception(failure)
+            found.exception()  # or asyncio reports it where those who asked have given up
+
+
 class LoopThread:
     """Runs coroutines for other threads. `close` cancels what is left and ends the thread, idempotent; no job is left waiting."""
 
     def __init__(self, name: str) -> None:
-        self.loop = asyncio.new_event_loop()
+        self.loop = _Loop()
         self._jobs: set[Job[Any]] = set()
         self._starting = threading.Lock()
         self._closing = False

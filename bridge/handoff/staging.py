@@ -7,10 +7,10 @@ import time
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from bridge.devices import Buffer, Device, DeviceWithMemory, StagingMemory
-from bridge.handoff.errors import StagingFull
+from bridge.handoff.errors import BadBounds, StagingFull
 from bridge.transfer.agent import Agent, Guard, GuardedRegistration, Memory, Registration, takes
 from bridge.transfer.errors import RegistrationFailed
 
@@ -138,8 +138,10 @@ class Staging:
     def open(cls, device: Device, agent: Agent, pool: StagingPool, where: Where, guard: Guard) -> Staging:
         """Allocates and registers the pool's bytes; an agent that knows who reads then asks `guard`.
 
-        Raises DeviceError, and RegistrationFailed where the agent does not take the memory.
+        Raises DeviceError, RegistrationFailed where the agent does not take the memory, and BadBounds for a place that there is not.
         """
+        if where not in get_args(Where):
+            raise BadBounds(f"there is no place to stage payloads called {where!r}", remedy=f"choose one of {', '.join(get_args(Where))}")
         if where == "host" or (where == "auto" and not can_stage_in_device(device, agent)):
             memory = device.allocate_staging(pool.capacity)
         elif not isinstance(device, DeviceWithMemory):

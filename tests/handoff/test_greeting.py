@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from bridge.devices import DeviceError
-from bridge.handoff import PeerConfig, Prefiller, errors, identity, messages, tls
+from bridge.handoff import Decoder, PeerConfig, Prefiller, errors, identity, messages, tls
 from bridge.handoff.bounds import Bounds
 from bridge.handoff.identity import client_context, server_context
 from bridge.transfer.errors import RegistrationFailed
@@ -67,6 +67,13 @@ def test_an_agent_that_cannot_describe_itself(pair, monkeypatch):
 def test_a_stream_needs_room_for_a_chunk(pair):
     with pytest.raises(errors.BadBounds, match="take at least one"):
         Prefiller(pair.prefill_identity, {}, pair.prefiller.device, pair.agent, staging_bytes=1 << 20, stream_depth=0)
+
+
+def test_a_place_to_stage_in_that_there_is_not(pair):
+    with pytest.raises(errors.BadBounds, match="'gpu'; choose one of auto, host, device"):
+        Prefiller(pair.prefill_identity, {}, pair.prefiller.device, pair.agent, staging_bytes=1 << 20, staging="gpu")
+    with pytest.raises(errors.BadBounds, match="'Device'; choose one of"):
+        Decoder(pair.decode_identity, {}, pair.decoder.device, pair.agent, staging_bytes=1 << 20, staging="Device")
 
 
 def test_a_port_that_is_taken_leaves_no_socket(pair):

@@ -4,12 +4,14 @@ import asyncio
 import contextlib
 import socket
 import ssl
+import threading
 import tracemalloc
 
 import pytest
 
 from bridge.handoff import PeerConfig, create_identity, tls
 from bridge.handoff.identity import client_context, server_context
+from bridge.handoff.loop import LoopThread
 from tests.ports import silent_port
 from tests.waiting import PATIENCE
 
@@ -170,3 +172,44 @@ def test_a_name_whose_first_address_does_not_answer(contexts, monkeypatch, unans
         return connected == ("127.0.0.1", server.port)
 
     assert asyncio.run(connect())
+
+
+def test_names_that_are_looked_up_for_ever_hold_nobody_up(monkeypatch):
+    """A host whose resolver is silent took all threads that asyncio has for what may wait: another's hand-off waited for half a minute."""
+    real, silent, asked = socket.getaddrinfo, threading.Event(), []
+
+    def resolver(host, *arguments, **named):
+        if host != "silent.example":
+            return real(host, *arguments, **named)
+        asked.append(host)
+        silent.wait(60)
+        raise socket.gaierror(socket.EAI_AGAIN, "the resolver does not answer")
+
+    async def look(loop):
+        for _ in range(60):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.01):
+                    await loop.getaddrinfo("silent.example", 1)
+        await asyncio.to_thread(lambda: None)
+        found = await loop.getaddrinfo("localhost", 1, type=socket.SOCK_STREAM)
+        loop.call_later(0.1, silent.set)
+        with pytest.raises(socket.gaierror, match="does not answer"):
+            await loop.getaddrinfo("silent.example", 1)
+        return found
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolver)
+    thread = LoopThread("test")
+    try:
+        assert thread.run(look(thread.loop), 10) == real("localhost", 1, type=socket.SOCK_STREAM)
+    finally:
+        silent.set()
+        thread.close()
+    assert len(asked) == 1, "one thread for a name"
+
+
+def test_an_engine_may_have_another_loop(monkeypatch):
+    """uvloop's create_connection knows no second address: each fetch of a process that had installed it failed."""
+    monkeypatch.setattr(asyncio, "new_event_loop", lambda: pytest.fail("the engine's loop"))
+    thread = LoopThread("test")
+    assert isinstance(thread.loop, asyncio.SelectorEventLoop)
+    thread.close()

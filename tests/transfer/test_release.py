@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import numpy as np
 import pytest
 
 from bridge.transfer.agent import ReadRange
-from bridge.transfer.errors import TransferFailed, TransferTimeout
+from bridge.transfer.errors import BadRange, TransferFailed, TransferTimeout
 from tests.transfer.serving import MIB, POISON, Serving, content, memory_of, poisoned, read_all, wait
 
 SIZE = 64 * MIB
@@ -76,3 +77,37 @@ def test_of_a_finished_read(make, served):
     transfer.release()
     target.release()
     assert agent.counters().reads_quarantined == 0
+
+
+def test_no_read_is_started_into_memory_that_is_being_released(make, served, kind, monkeypatch):
+    """Another thread's, between the look at what is under way and the end of the registration: its bytes came after the release."""
+    agent, mine, tried = make(), poisoned(4096), []
+    peer, target = agent.connect(served.metadata), agent.register(memory_of(mine))
+
+    def read():
+        try:
+            tried.append(peer.read(served.memory, target, [ReadRange(0, 0, 4096)]))
+        except BadRange as error:
+            tried.append(error)
+
+    def meanwhile(*_, **__):
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join(10)
+        return True
+
+    # What the release waits with, after it has looked.
+    held, name = {
+        "stream": lambda: (target, "_retire"),
+        "ucx": lambda: (target, "unused"),
+        "nixl": lambda: (agent._native, "deregister_memory"),
+    }[kind]()
+    monkeypatch.setattr(held, name, meanwhile)
+    target.release()
+    monkeypatch.undo()
+    assert len(tried) == 1
+    if not isinstance(tried[0], BadRange):
+        with pytest.raises(TransferFailed, match="released"):
+            wait(tried[0])
+    time.sleep(0.05)
+    assert (mine == POISON).all()

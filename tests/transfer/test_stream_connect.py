@@ -136,3 +136,21 @@ def test_a_connection_that_gets_no_thread_says_so(pair, no_threads):
         reading.connect(owner.metadata())
     no_threads.clear()
     reading.connect(owner.metadata()).disconnect()
+
+
+def test_a_peer_that_comes_while_the_port_closes_breaks_no_close(pair, monkeypatch):
+    """Its thread was found before it had been started, and could not be joined."""
+    owner, _ = pair()
+    starting, real = threading.Event(), threading.Thread.start
+
+    def slow(thread):
+        if thread.name == "kvbridge-stream-serve":
+            starting.set()
+            time.sleep(0.3)
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", slow)
+    with socket.create_connection(("127.0.0.1", owner._listener.port)):
+        assert starting.wait(10)
+        owner.close()
+    assert not any(thread.name == "kvbridge-stream-serve" for thread in threading.enumerate())

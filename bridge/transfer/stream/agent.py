@@ -67,6 +67,16 @@ class StreamRegistration:
         """Idempotent. Peers' reads of it fail. Raises TransferTimeout while a read of ours into it is neither finished nor released."""
         self._agent._deregister(self)
 
+    @property
+    def alive(self) -> bool:
+        """Whether its release has not begun."""
+        return self._alive
+
+    def end(self) -> None:
+        """Nobody enters any more, and no read into it is started."""
+        with self._changed:
+            self._alive = False
+
     def _retire(self) -> None:
         with self._changed:
             self._alive = False
@@ -246,6 +256,7 @@ class StreamAgent:
                 raise TransferTimeout(
                     "memory cannot be released while an unfinished read may write into it", remedy="release or finish its reads first"
                 )
+            registration.end()  # under the lock that reads are started under
         registration._retire()
         with self._lock:
             self._registrations.pop(registration.number, None)
@@ -335,7 +346,7 @@ class StreamAgent:
                 raise TransferFailed(f"{peer.name} was disconnected", remedy="connect again")
             if peer._connection.failure is not None:
                 raise self._had_failed(peer, peer._connection.failure)
-            if not isinstance(target, StreamRegistration) or self._registrations.get(target.number) is not target:
+            if not isinstance(target, StreamRegistration) or self._registrations.get(target.number) is not target or not target.alive:
                 raise BadRange("the target is not registered with this agent")
             table = check_ranges(source, target.memory, ranges)
             region, start = described.region_of(peer._regions, source, peer.name)

@@ -281,20 +281,16 @@ class Listener:
                 continue
             thread = threading.Thread(target=self._serve, args=(sock,), name="kvbridge-stream-serve", daemon=True)
             with self._lock:
-                full = len(self._shaking) >= MAX_HANDSHAKES or len(self._open) >= MAX_CONNECTIONS or self._closing
-                if not full:
-                    self._shaking[sock] = thread
-                self.refused += full
-            if full:
+                taken = len(self._shaking) < MAX_HANDSHAKES and len(self._open) < MAX_CONNECTIONS and not self._closing
+                if taken:
+                    try:
+                        thread.start()  # under the lock: `close` joins whatever it finds
+                        self._shaking[sock] = thread
+                    except RuntimeError:  # no more threads: this peer is turned away, the next may be luckier
+                        taken = False
+                self.refused += not taken
+            if not taken:
                 sock.close()
-                continue
-            try:
-                thread.start()
-            except RuntimeError:  # no more threads: this peer is turned away, the next may be luckier
-                sock.close()
-                with self._lock:
-                    del self._shaking[sock]
-                    self.refused += 1
 
     def _serve(self, sock: socket.socket) -> None:
         channel, connection = None, None

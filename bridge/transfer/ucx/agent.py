@@ -59,6 +59,11 @@ class UcxRegistration:
         self._users = 0
         self._alive = True
 
+    @property
+    def alive(self) -> bool:
+        """Whether its release has not begun."""
+        return self._alive
+
     def enter(self) -> bool:
         """For the serving side: whether the bytes may be sent, until `leave`."""
         with self._changed:
@@ -72,7 +77,7 @@ class UcxRegistration:
             self._changed.notify_all()
 
     def retire(self) -> None:
-        """Nobody enters any more."""
+        """Nobody enters any more, and no read into it is started."""
         with self._changed:
             self._alive = False
 
@@ -281,7 +286,7 @@ class UcxAgent:
                 raise TransferTimeout(
                     "memory cannot be released while an unfinished read may write into it", remedy="release or finish its reads first"
                 )
-        registration.retire()
+            registration.retire()  # under the lock that reads are started under
         if not registration.unused(1.0):  # readers that take nothing lose their endpoints
             self._worker.post(lambda: self._owner.let_go(registration.number))
             if not registration.unused(_CALL_SECONDS):
@@ -380,7 +385,7 @@ class UcxAgent:
                 raise TransferFailed(
                     f"the connection to {peer.name} had failed: {link.failure}", remedy="connect again, with its current metadata"
                 )
-            if not isinstance(target, UcxRegistration) or self._registrations.get(target.number) is not target:
+            if not isinstance(target, UcxRegistration) or self._registrations.get(target.number) is not target or not target.alive:
                 raise BadRange("the target is not registered with this agent")
             table = check_ranges(source, target.memory, ranges)
             region, start = described.region_of(peer._regions, source, peer.name)
