@@ -237,6 +237,10 @@ class PlansLandings(Protocol):
         nbytes, memory: of the Buffer that the call will be given: its size, and where it lies, as StagingMemory.device says. Pages are
         neither read nor written before that call: a plan may still be at work when its hand-off has failed. Raises PagesDoNotFit at once,
         or in the call for another buffer than was announced; BadTag and DirtyPadding in the call.
+
+        Planned on the decoder's event loop, so this must not wait for other threads or for the engine's work. The call is made on another
+        thread, unless it has a method `short` that, asked just before, says that it will neither wait, nor compile, nor convert on the
+        host.
         """
         ...
 

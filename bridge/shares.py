@@ -6,11 +6,14 @@ An engine keeps one block table for each of its KV groups (full attention, windo
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from itertools import chain
+from operator import call, is_
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -41,21 +44,45 @@ class ChunkShare:
         return Shares(self.columns)
 
 
-_held: OrderedDict[tuple[int, ...], tuple[Sequence[Layer], list[weakref.ref[PagedCache]], tuple[HeldLayers, ...]]] = OrderedDict()
+@dataclass(frozen=True)
+class _Remembered:
+    """What was found out about a table of layers and caches. seen: the caches and, of each, its layers; none is kept alive for it."""
+
+    layers: Sequence[Layer]
+    indices: tuple[tuple[int, ...], ...]
+    seen: list[weakref.ref[Any]]
+    held: tuple[HeldLayers, ...]
+
+    def is_of(self, layers: Sequence[Layer], caches: Sequence[PagedCache]) -> bool:
+        """Whether everything is what it was: an engine may have put other pages into a cache's mapping."""
+        return (
+            self.layers is layers
+            and self.indices == tuple(tuple(cache.layers) for cache in caches)
+            and all(map(is_, map(call, self.seen), _objects(caches)))
+        )
+
+
+def _objects(caches: Sequence[PagedCache]) -> Iterator[object]:
+    return chain(caches, *(cache.layers.values() for cache in caches))
+
+
+_held: OrderedDict[tuple[int, ...], _Remembered] = OrderedDict()
 
 
 def held_layers(layers: Sequence[Layer], caches: Sequence[PagedCache]) -> tuple[HeldLayers, ...]:
     """Which of a manifest's layers these caches hold, those together that are alike in the manifest and in the cache.
 
-    Worked out once for a table of layers and caches that are the same objects; caches are not kept alive for it.
+    Worked out once for a table of layers and caches that are the same objects and hold the same pages.
     """
     key = (id(layers), *map(id, caches))
     known = _held.get(key)
-    if known is not None and known[0] is layers and all(ref() is cache for ref, cache in zip(known[1], caches, strict=True)):
-        return known[2]
+    if known is not None and known.is_of(layers, caches):
+        return known.held
     made = tuple(_sorted_out(layers, caches))
     if type(layers) is tuple:
-        _held[key] = layers, [weakref.ref(cache) for cache in caches], made
+        indices = tuple(tuple(cache.layers) for cache in caches)
+        with contextlib.suppress(TypeError):  # of pages of a class without weak references: they are looked at each time
+            _held[key] = _Remembered(layers, indices, [weakref.ref(one) for one in _objects(caches)], made)
         while len(_held) > _TABLES:
             _held.popitem(last=False)
     return made

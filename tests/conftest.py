@@ -47,6 +47,7 @@ def _absent() -> set[str]:
     return {name for name, there in present.items() if not there}
 
 
+@pytest.hookimpl(trylast=True)  # after -m, so that what is said is of what was asked for
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     hardware = {name for name in NEEDS for item in items if item.get_closest_marker(name)}
     absent = hardware and _absent() & hardware
@@ -54,3 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         out = [item for item in items if any(item.get_closest_marker(name) for name in absent)]
         items[:] = [item for item in items if item not in out]
         config.hook.pytest_deselected(items=out)
+        for name in sorted(absent):
+            count = sum(item.get_closest_marker(name) is not None for item in out)
+            print(f"\n{count} tests deselected, {name} is absent here: {MARKERS[name]}", end="")
+        print()

@@ -31,6 +31,10 @@ from bridge.wire import SlotCodec, TagKeys, verify_tags
 from bridge.wire.errors import BadTag
 
 _REMEMBERED_PAGES = 256
+_MASKS, _TAGS = ("masks",), ("tags",)
+"""Kernels that have been launched, and are so compiled."""
+_LAUNCH_SECONDS = 0.001
+"""Longer than any launch of another thread, and nothing to a compiler."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,17 @@ class Staging:
 
     def bytes(self) -> Buffer:
         return self.tensor.numpy() if self.device == "cpu" else self.tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """A landing that waits for its bytes. short: whether calling it now will take no longer than its launches, see PlansLandings."""
+
+    land: Callable[[Buffer], None]
+    short: Callable[[], bool]
+
+    def __call__(self, data: Buffer) -> None:
+        self.land(data)
 
 
 class Accelerator:
@@ -221,8 +236,8 @@ class Accelerator:
         write_first: int,
         write_end: int,
         after: Any = None,
-    ) -> Callable[[Buffer], None]:
-        """See bridge.devices.PlansLandings."""
+    ) -> Planned:
+        """See bridge.devices.PlansLandings. Waits for no other thread and compiles nothing."""
         own = memory == self.memory != "cpu"
         return self._landing(cache, table, shares, keys, nbytes, own, (write_first, write_end), after)
 
@@ -236,7 +251,7 @@ class Accelerator:
         own: bool,
         write: tuple[int, int],
         after: Any,
-    ) -> Callable[[Buffer], None]:
+    ) -> Planned:
         """own: whether the buffer will be this device's memory, from a multiple of 16 bytes on."""
         self._refuse(cache, shares)
         point = self.mark() if after is None else after
@@ -245,7 +260,23 @@ class Accelerator:
         if work.moves:
             arrange(work, table, keys, True, None if direct else self._piece_bytes, direct, self.host_masks)
         words, ready = self._words_of(work)
-        return partial(self._land, work, words, ready, table, keys, nbytes, write, point, direct)
+        land = partial(self._land, work, words, ready, table, keys, nbytes, write, point, direct)
+        return Planned(land, partial(self._is_short, work, write, point))
+
+    def _is_short(self, work: Work, write: tuple[int, int], point: Any) -> bool:
+        """Whether a landing would wait for nothing: the engine, a lane, another thread's compiler or its own, a conversion on the host."""
+        if work.on_host or work.stream is not None or not self._lanes.any_idle() or not point.query():
+            return False
+        for launch in [launch for piece in work.pieces for launch in piece.launches]:
+            first, end = written(launch.moves[0].like, *write)
+            if first < end and self._kind(launch, write) not in self._launched:
+                return False
+        if work.moves and _TAGS not in self._launched:
+            return False
+        if not self._launching.acquire(timeout=_LAUNCH_SECONDS):
+            return False
+        self._launching.release()
+        return True
 
     def _words_of(self, work: Work) -> tuple[torch.Tensor, Any]:
         """A landing's arguments on the device, in memory of their own because plans may wait long, and the event when they are there."""
@@ -257,7 +288,12 @@ class Accelerator:
                 held = torch.empty(arguments.words - arguments.reserved, dtype=torch.int64, pin_memory=self.memory != "cpu")
                 arguments.write(held)
                 words[arguments.reserved :].copy_(held, non_blocking=True)
-                self._queue_masks(work, words)
+                # Otherwise when it lands: the kernel may have to be compiled, or another thread compiles one.
+                if work.stream is not None and _MASKS in self._launched and self._launching.acquire(timeout=_LAUNCH_SECONDS):
+                    try:
+                        self._queue_masks(work, words)
+                    finally:
+                        self._launching.release()
             ready = self._module.Event()
             ready.record(self._planning)
         return words, ready
@@ -289,6 +325,7 @@ class Accelerator:
             if not work.moves:
                 return
             lane.compute.wait_event(ready)
+            self._queue_masks(work, words)
             pieces = work.pieces
             arriving: list[tuple[torch.Tensor, Any]] = []
             for number, piece in enumerate(pieces):
@@ -366,9 +403,12 @@ class Accelerator:
     # Launches; the lane's stream is the current one.
 
     def _queue_masks(self, work: Work, words: torch.Tensor) -> None:
+        """Where they are made on the device, and have not been queued yet."""
         if work.stream is not None:
             with self._launching:
                 masks.launch_masks(words, *work.stream, self.mask_options)
+                self._launched.add(_MASKS)
+            work.stream = None
 
     def _queue_pack(self, lane: Lane, work: Work, piece: Piece, table: BlockTable, words: torch.Tensor, payload: torch.Tensor) -> None:
         for launch in piece.launches:
@@ -384,6 +424,8 @@ class Accelerator:
     def _queue_tags(self, lane: Lane, piece: Piece, words: torch.Tensor, payload: torch.Tensor, result: torch.Tensor, store: bool) -> None:
         with self._launching:
             tags.launch_tags(payload, words, result, piece.records, piece.run_count, piece.most_blocks, store, self.tag_options)
+            if not store:
+                self._launched.add(_TAGS)
 
     def _queue_land(
         self,
@@ -407,6 +449,16 @@ class Accelerator:
                 if place.first < place.end:
                     payload_to_rows(known.layer, share, place, move.local, payload[base : base + move.nbytes])
 
+    def _kind(self, launch: Launch, write: tuple[int, int] | None) -> tuple[str, int, int, bool, bool]:
+        """(operation as `tuning` names it, ...): equal for launches for which nothing new is compiled, as far as it can be told."""
+        first, known = launch.moves[0].like, launch.known[0]
+        operation = ("pack" if write is None else "land") + ("_slots" if known.way.way == "slots" else "")
+        if known.way.way == "recode":
+            operation = "pack"  # whose arithmetic it is
+        span = first.span
+        parts = (False, False) if write is None else (write[0] > span.first_token, write[1] < span.end_token)
+        return operation, known.group, first.head_count, *parts
+
     def _launch(
         self,
         lane: Lane,
@@ -420,9 +472,8 @@ class Accelerator:
         """One launch of a shared kernel."""
         first, known = launch.moves[0], launch.known[0]
         way, like, span, count = known.way, first.like, first.like.span, len(launch.known)
-        operation = ("pack" if write is None else "land") + ("_slots" if way.way == "slots" else "")
-        if way.way == "recode":
-            operation = "pack"  # whose arithmetic it is
+        kind = self._kind(launch, write)
+        operation = kind[0]
         place, used = work.keys[span.block_bytes]
         arguments = (
             words[work.table[0] : work.table[0] + work.table[1]].view(torch.int32),
@@ -458,7 +509,6 @@ class Accelerator:
                 pack_pages(pages, *arguments, tuning, **more)
             else:
                 land_pages(pages, *arguments, result, tuning, **more)
-            kind = (operation, known.group, like.head_count)
             if kind not in self._launched:
                 # The kernels keep tables on the device, made on the stream of whoever comes first: the next may use another stream.
                 lane.event(lane.compute).synchronize()

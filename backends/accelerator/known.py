@@ -15,6 +15,8 @@ from bridge.pages import LayerDescription, PagedCache, PagesDoNotFit
 from bridge.wire import SlotCodec
 
 _REMEMBERED = 1 << 12
+_REMEMBERED_COLUMNS = 1 << 11
+"""Each keeps a cache, of which some engines make one for each request."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,10 +59,10 @@ class Routes:
         if found is None:
             with self._learning:
                 made = list(self._sorted_out(cache, column, codec, landing))
-                if len(made[0].known) == len(held.model_layers) == 1:
-                    return made  # may be a column that was made for this call alone
-                if len(self._columns) >= _REMEMBERED:
-                    self.forget()
+                if held.first_head == held.end_head:
+                    return made  # a column that was made for this call alone
+                if len(self._columns) >= _REMEMBERED_COLUMNS:
+                    self._columns.clear()
                 # What the key names by its id is kept, so that the id stays its own.
                 found = self._columns[key] = (held, cache, codec), made
         return found[1]

@@ -103,6 +103,10 @@ class Lanes:
             self._idle.put(None)
         self._making = threading.Lock()
 
+    def any_idle(self) -> bool:
+        """Whether a call need not wait for a lane, as it looks now."""
+        return not self._idle.empty()
+
     @contextlib.contextmanager
     def taken(self) -> Iterator[Lane]:
         """A lane of one's own. When it is given back, nothing of it is under way."""

@@ -131,6 +131,7 @@ def _columns(shares: Sequence[SpanShare]) -> Sequence[ShareColumn]:
 
 
 def _alone(share: SpanShare) -> ShareColumn:
+    """Its layer is said to have no heads: Routes need not remember what was made for this call."""
     span = share.span
     held = HeldLayers(0, 0, None, np.array([span.layer]), (share.model_layer,), (share.key_scale,), (share.value_scale,), 0, 0)
     return ShareColumn(share, held, np.array([span.offset]), np.array([span.first_ordinal]), np.array([share.offset]))
@@ -148,6 +149,8 @@ def gather(
     checked: set[tuple[int, int, int]] = set()
     for column in _columns(shares):
         like, span, heads = column.like, column.like.span, column.like.head_count
+        if like.codec.block_bytes(like.head_dim) != span.block_bytes:
+            raise PagesDoNotFit(f"blocks of {span.block_bytes} bytes are not those of the share's codec and head dimension")
         run_bytes = span.blocks * span.block_bytes + tag_plane_bytes(span.blocks)
         first_byte, end_byte = int(column.offsets.min()), int(column.offsets.max()) + heads * run_bytes
         if first_byte < 0 or end_byte > size:
@@ -163,8 +166,6 @@ def gather(
             if one.block_size != table.block_size:
                 check_table(one.layer, table)
             if first < end and (first, end, one.num_pages) not in checked:
-                if like.codec.block_bytes(like.head_dim) != span.block_bytes:
-                    raise PagesDoNotFit(f"blocks of {span.block_bytes} bytes are not those of the share's codec and head dimension")
                 table.check(first, end, one.num_pages)
                 checked.add((first, end, one.num_pages))
             at = (column.offsets, ordinals) if places is None else (column.offsets[places], ordinals[places])

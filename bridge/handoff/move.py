@@ -241,10 +241,12 @@ class Move:
     async def _land_one(self, incoming: Incoming) -> None:
         """On a landing thread; or here, where it is short and nobody else waits for the loop: two threads would wake each other for it."""
         resources = self._resources
-        if resources.planner is not None and resources.staging.memory.device != "cpu" and resources.alone():
+        if resources.staging.memory.device != "cpu" and resources.alone():
             await asyncio.sleep(0)  # the next chunk's read begins first
-            _call_all(incoming.landings, incoming.data)
-            return
+            # What takes long would keep heartbeats from the peers, and their messages from being read.
+            if all(map(_short, incoming.landings)):
+                _call_all(incoming.landings, incoming.data)
+                return
         landing = asyncio.get_running_loop().run_in_executor(resources.landing, _call_all, incoming.landings, incoming.data)
         # The pages are the engine's again, and the extent another chunk's, only when nobody uses them any more.
         await outlast([landing])
@@ -267,6 +269,12 @@ class Move:
     def _land(self, number: int, shares: Shares, rows: tuple[int, int], data: Buffer) -> None:
         wanted, group = self.wanted, self.wanted.groups[number]
         self._resources.device.land(group.cache, group.table, shares, wanted.keys, data, *rows, **wanted.order)
+
+
+def _short(landing: Landing) -> bool:
+    """What a planner says of its call, see PlansLandings."""
+    asked: Callable[[], bool] | None = getattr(landing, "short", None)
+    return asked is not None and asked()
 
 
 def _call_all(landings: list[Landing], data: Buffer) -> None:

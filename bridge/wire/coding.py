@@ -87,7 +87,10 @@ class Coding:
         return _SCALAR_BYTES.get(self.kind, 0)
 
     def check(self) -> None:
-        """Raises BadCoding where the parameters contradict each other."""
+        """Raises BadCoding where the parameters contradict each other, or are plain numbers that stand for a name."""
+        types = type(self.kind), type(self.element), type(self.rotation), type(self.digest)
+        if types != (CodingKind, Element, Rotation, bytes):  # answers are remembered, and 3 equals CodingKind.CODEBOOK
+            raise errors.BadCoding(f"{self!r} has a field of another type than Coding says")
         if not _consistent(self):
             raise errors.BadCoding(
                 f"a coding of kind {self.kind.name} with {self.bits} bits, element {self.element.name}, rotation {self.rotation.name}, "

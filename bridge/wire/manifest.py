@@ -190,6 +190,8 @@ def _check(m: Manifest) -> None:
         bounded(group.head_first + group.head_count, 1, group.heads, errors.BadShard, "the end of the kv head range")
         bounded(group.end_token, 1, MAX_TOKENS, errors.BadTokenRange, "the end of the token range")
         bounded(group.first_token, 0, group.end_token - 1, errors.BadTokenRange, "the first token")
+        if type(group.kind) is not GroupKind:
+            raise errors.BadGroup(f"a group of kind {group.kind!r}, which is no GroupKind")
         if (group.window > 0) != (group.kind is GroupKind.SLIDING_WINDOW):
             raise errors.BadGroup(f"a group of kind {group.kind.name} with a window of {group.window} tokens")
         bounded(group.window, 0, MAX_TOKENS, errors.BadGroup, "the window")

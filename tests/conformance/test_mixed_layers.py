@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from backends.accelerator import known
+from backends.accelerator.routes import route
 from bridge.codecs import declared
 from bridge.devices import Device
-from bridge.pages import PagedCache
+from bridge.pages import PagedCache, PagesDoNotFit
 from bridge.wire import Element, Group, GroupKind, Layer, Manifest
 from tests.conformance.cases import (
     POISON,
@@ -85,3 +87,46 @@ def test_in_the_devices_own_memory(accelerator: Device) -> None:
         accelerator.land(landed.cache, landed.table, share.shares, keys, out, 3, CASE.end)
         reference_land(expected, share, keys, good, 3, CASE.end)
     compare_memory(accelerator, landed, expected)
+
+
+def test_pages_that_an_engine_replaced_are_those_that_are_written(device: Device) -> None:
+    case, place = replace(CASE, layers=(0, 1, 2), end=20), place_of(device)
+    manifest, keys = case.manifest(), case.keys()
+    held, landed, expected = source(case), target(case, place), target(case)
+    (share,) = chunks(manifest, held.cache)
+    good = reference_pack(held, share, keys)
+    (before,) = chunks(manifest, landed.cache)
+    device.land(landed.cache, landed.table, before.shares, keys, good, 0, case.end)
+    other = target(case, place)
+    landed.cache.layers[1] = other.cache.layers[1]  # type: ignore[index]
+    (again,) = chunks(manifest, landed.cache)
+    device.land(landed.cache, landed.table, again.shares, keys, good, 0, case.end)
+    reference_land(expected, share, keys, good, 0, case.end)
+    compare_memory(device, replace(other, backing=other.backing[2:4]), replace(expected, backing=expected.backing[2:4]))
+
+
+def test_blocks_of_another_size_are_refused_of_every_share(accelerator: Device) -> None:
+    case, place = replace(CASE, layers=(0, 1), end=20), place_of(accelerator)
+    mine = source(case, place)
+    (share,) = chunks(case.manifest(), mine.cache)
+    first, second = share.shares
+    odd = second._replace(span=second.span._replace(block_bytes=second.span.block_bytes - 16))
+    _, out = staged(accelerator, share.nbytes)
+    with pytest.raises(PagesDoNotFit, match="codec and head dimension"):
+        accelerator.pack(mine.cache, mine.table, [first, odd], case.keys(), out)
+    assert (out == POISON).all()
+
+
+def test_caches_that_are_made_for_each_request_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known, "_REMEMBERED_COLUMNS", 8)
+    looked_up = []
+    monkeypatch.setattr(known, "route", lambda *arguments: looked_up.append(arguments) or route(*arguments))
+    routes, memory = known.Routes(torch.device("cpu")), source(CASE)
+    for _ in range(20):
+        cache = memory.cache.part(CASE.layers, 0, CASE.heads)
+        for column in chunks(CASE.manifest(), cache)[0].columns:
+            for _ in range(2):
+                (alike,) = routes.of_column(cache, column, landing=True)
+            assert len(alike.known) == len(CASE.layers)
+    assert 0 < len(routes._columns) <= 8
+    assert len(looked_up) == len(CASE.layers), "what was known of the pages was forgotten with the caches"

@@ -79,7 +79,7 @@ def _data(kind: str) -> Run:
 def _message(kind: str) -> Run:
     def run(rig: Rig, step: str, rng: random.Random) -> tuple[list[Ended], bool]:
         if step in ("Hello", "Welcome"):
-            _disconnect(rig)
+            disconnect(rig)
         rig.tamper.arm(kind, step, rng.randrange(CHUNKS) if step in ("Ready", "Taken") else 0, rng)
         ended = [rig.end(rig.start(rig.begin(rng, mode=Mode.STREAM if step == "Ready" else None)))]
         return ended, rig.tamper.met
@@ -90,7 +90,7 @@ def _message(kind: str) -> Run:
 def _link(kind: str) -> Run:
     def run(rig: Rig, step: str, rng: random.Random) -> tuple[list[Ended], bool]:
         if step in CONNECT_STEPS:
-            _disconnect(rig)
+            disconnect(rig)
         rig.proxy.met = False
         rig.at[step] = lambda: rig.proxy.fail(kind)
         ended = _whole(rig, rng)
@@ -99,7 +99,7 @@ def _link(kind: str) -> Run:
     return run
 
 
-def _disconnect(rig: Rig) -> None:
+def disconnect(rig: Rig) -> None:
     """So that the next hand-off connects anew."""
     rig.proxy.heal()
     deadline = time.monotonic() + PATIENCE

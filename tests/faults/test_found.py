@@ -325,7 +325,7 @@ def test_room_is_given_in_the_order_in_which_it_was_asked_for():
 
     async def all_of_them():
         staging = Staging(pool, None, None)
-        resources = Resources(None, None, staging, asyncio.Lock(), None, 2, BOUNDS, Counters(), ignore)
+        resources = Resources(None, None, staging, asyncio.Lock(), None, 2, BOUNDS, Counters(), ignore, lambda: True)
         asked = [asyncio.create_task(ask(resources, "large", 3))]
         await asyncio.sleep(0.01)
         asked += [asyncio.create_task(ask(resources, f"small {number}", 1)) for number in range(2)]

@@ -5,16 +5,18 @@ import gc
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from backends.cpu.device import CpuReferenceDevice
 from bridge.devices import DeviceWithMemory, PlansLandings
-from bridge.handoff import Decoder, Fetch, Target, errors
+from bridge.handoff import Decoder, Fetch, Prefiller, Target, errors
 from bridge.handoff.link import Link
 from bridge.pages import PagesDoNotFit
 from bridge.transfer.errors import TransferTimeout
+from bridge.wire.errors import BadTag
 from tests.handoff.pair import BOUNDS, MODEL, TOKENS, Pair, block_table, everything_is_free, manifest, paged_cache, parked, tokens_of
 from tests.handoff.toy import ToyAgent, ToyDevice
 from tests.waiting import PATIENCE, eventually
@@ -88,6 +90,8 @@ class PlanningDevice(ToyDevice):
         self.planned = self.called = 0
         self.called_on: list[str] = []
         self.fails = False
+        self.short: bool | None = True
+        self.before_landing: Callable[[], None] = lambda: None
 
     def landing(self, *arguments, after=None):
         if self.fails:
@@ -98,8 +102,11 @@ class PlanningDevice(ToyDevice):
         def counted(data) -> None:
             self.called += 1
             self.called_on.append(threading.current_thread().name)
+            self.before_landing()
             call(data)
 
+        if self.short is not None:
+            counted.short = lambda: self.short
         return counted
 
 
@@ -173,6 +180,50 @@ def test_a_lone_fetch_wakes_no_landing_thread(ends):
     for fetch in fetches:
         fetch.result(PATIENCE)
     assert any(name.startswith("kvbridge-land") for name in device.called_on), "landings held the loop up for another fetch"
+
+
+@pytest.mark.parametrize("says", [False, None], ids=["not short", "says nothing"])
+def test_a_landing_that_may_take_long_keeps_no_heartbeat_back(ends, says):
+    device = PlanningDevice()
+    device.short = says
+    agent, offer, _, fetch, _, _ = started(ends, device)
+    agent.gate.set()
+    fetch.result(PATIENCE)
+    offer.wait(PATIENCE)
+    assert device.called == 5
+    assert all(name.startswith("kvbridge-land") for name in device.called_on), "a landing that may wait or compile held the loop up"
+
+
+@pytest.mark.parametrize("ending", ["refused", "given up"])
+def test_a_landing_on_the_loop_that_does_not_end_well_leaves_nothing(ends, ending):
+    device, landing, go_on = PlanningDevice(), threading.Event(), threading.Event()
+
+    def before() -> None:
+        landing.set()
+        go_on.wait(PATIENCE)
+        if ending == "refused":
+            raise BadTag("the test says so")
+
+    device.before_landing = before
+    agent, offer, decoder, fetch, source, target = started(ends, device)
+    agent.gate.set()
+    assert landing.wait(PATIENCE)
+    if ending == "given up":
+        fetch.cancel()
+    go_on.set()
+    with pytest.raises(BadTag if ending == "refused" else errors.Cancelled):
+        fetch.result(PATIENCE)
+    with pytest.raises(errors.Refused):
+        offer.wait(PATIENCE)
+    assert device.called == 1
+    assert not device.called_on[0].startswith("kvbridge-land")
+    assert eventually(lambda: decoder.staging()[0] == 0)
+    device.before_landing = lambda: None
+    (prefiller,) = (end for end in ends.open if isinstance(end, Prefiller))
+    again = prefiller.offer(manifest("again", TOKENS), *source)
+    again.advance(TOKENS)
+    decoder.fetch(again.ticket, Target(*target, MODEL))
+    assert (tokens_of(*target, TOKENS) == tokens_of(*source, TOKENS)).all()
 
 
 def test_a_plan_that_fails_fails_the_hand_off(ends, caplog):

@@ -3,6 +3,7 @@
 import gc
 import random
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,21 @@ from bridge.codecs import declared
 from bridge.devices import SpanShare
 from bridge.pages import CacheGroup, LayerPages, PagedCache, PagesDoNotFit
 from bridge.shares import batches, check_held, chunk_share, held_layers, written_range
-from bridge.wire import BLOCK_TOKENS, ContentKind, Element, Group, GroupKind, Layer, LayerSpan, Manifest, PayloadMap, errors, token_digest
+from bridge.wire import (
+    BLOCK_TOKENS,
+    Coding,
+    CodingKind,
+    ContentKind,
+    Element,
+    Group,
+    GroupKind,
+    Layer,
+    LayerSpan,
+    Manifest,
+    PayloadMap,
+    errors,
+    token_digest,
+)
 from bridge.wire.alike import OfLayers, kinds_of
 
 HEAD_DIM, MOST_HEADS = 16, 4
@@ -176,6 +191,38 @@ def test_what_was_found_out_is_remembered_for_the_same_objects_only():
     assert len(kinds_of(changing).kind_of) == before - 1, "a list that changed was taken for what it had been"
 
 
+def test_what_an_engine_puts_into_a_cache_later_is_seen():
+    manifest = random_manifest(random.Random(1))
+    first, second, *_ = (layer.index for layer in manifest.layers)
+    engines = {layer.index: pages(4) for layer in manifest.layers}
+    cache = PagedCache(engines)
+
+    def heads() -> dict[int, int]:
+        return {index: held.end_head for held in held_layers(manifest.layers, [cache]) for index in held.model_layers}
+
+    assert set(heads().values()) == {4}
+    before = held_layers(manifest.layers, [cache])
+    engines[first] = pages(2)
+    assert heads()[first] == 2
+    engines[first] = pages(4)
+    assert held_layers(manifest.layers, [cache]) is not before, "the same number of heads, but other pages"
+    engines[500] = engines.pop(second)
+    assert second not in heads()
+
+
+def test_pages_that_nothing_can_refer_to_weakly_are_looked_at_each_time():
+    class Slotted:
+        __slots__ = ("head_dim", "sides")
+
+    layers = (Layer(0, 0, 0),)
+    one = Slotted()
+    one.sides, one.head_dim = pages(4).sides, HEAD_DIM
+    cache = PagedCache({0: one})  # type: ignore[dict-item]
+    for _ in range(2):
+        (held,) = held_layers(layers, [cache])
+        assert (held.first_head, held.end_head) == (0, 4)
+
+
 def test_caches_are_not_kept_alive():
     manifest = random_manifest(random.Random(2))
     cache = PagedCache({layer.index: pages(4) for layer in manifest.layers})
@@ -200,6 +247,27 @@ def test_a_table_is_found_right_for_the_codecs_and_groups_at_hand_only():
             with_(turbo, Group(4, 48, 0, 16)).check()
         with pytest.raises(errors.BadCoding):
             with_(raw, Group(1, 64, 0, 16, 0, 1, GroupKind.LATENT)).check()
+
+
+def test_plain_numbers_for_names_spoil_no_answer_that_is_remembered():
+    """3 == CodingKind.CODEBOOK, and both have one hash: what a program gets wrong must not be what others are told."""
+    digest = bytes(range(32))
+    for odd in (
+        Coding(3, 4, digest=digest),  # type: ignore[arg-type]
+        Coding(CodingKind.INT8, 8, rotation=0),  # type: ignore[arg-type]
+        Coding(CodingKind.RAW, 16, 1),  # type: ignore[arg-type]
+        Coding(CodingKind.OPAQUE, row_bytes=4, digest=bytearray(digest)),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(errors.BadCoding, match="another type"):
+            odd.check()
+    Coding(CodingKind.INT8, 8).check()
+    with pytest.raises(errors.BadCoding, match="rotation NONE"):
+        Coding(CodingKind.CODEBOOK, 4, digest=digest).check()
+    manifest = random_manifest(random.Random(1))
+    manifest.check()
+    group = replace(manifest.groups[0], kind=1)  # type: ignore[arg-type]
+    with pytest.raises(errors.BadGroup, match="no GroupKind"):
+        replace(manifest, groups=(group, *manifest.groups[1:])).check()
 
 
 def test_the_oldest_tables_are_forgotten():

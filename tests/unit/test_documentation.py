@@ -60,3 +60,16 @@ def test_operators_find_every_clause_of_a_hand_off():
     assert clauses - NOT_AN_OPERATORS <= named
     counters = {"commit_unconfirmed", "quarantined", "held", "refused", "registration_kept"}
     assert named - set(all_error_types()) == counters, "nothing is listed that does not exist"
+
+
+def test_the_lines_that_no_card_has_run_are_still_those_lines():
+    """The list is made by `python -m tests.xpu.unexecuted --write`, which takes a minute and is forgotten when the code changes."""
+    page = (ROOT / "docs" / "xpu.md").read_text()
+    made = re.search(r"<!-- begin: python -m tests\.xpu\.unexecuted --write -->(.*)<!-- end -->", page, re.DOTALL).group(1)
+    listed = re.findall(r"`(backends/[^`]+)`\n\n```\n(.*?)```", made, re.DOTALL)
+    assert listed
+    for path, block in listed:
+        code = (ROOT / path).read_text().splitlines()
+        for line in block.splitlines():
+            number, words = re.fullmatch(r" *(\d+) (.*)", line).groups()
+            assert code[int(number) - 1] == words, f"{path}:{number}"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
 import os
+import runpy
 import socket
 import struct
 import subprocess
@@ -303,3 +305,46 @@ def test_examples_without_an_nvidia_gpu_say_so_in_one_sentence(example: str) -> 
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "CUDA" in done.stderr or "NVIDIA" in done.stderr
+
+
+def run_example(monkeypatch: pytest.MonkeyPatch, script: str, *arguments: str) -> int:
+    """Its exit code; in this process, which has imported torch already."""
+    monkeypatch.syspath_prepend(str(environment.ROOT / "examples"))
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    try:
+        runpy.run_path(str(environment.ROOT / "examples" / script), run_name="__main__")
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["xpu_to_cpu.py", "--help"], 0, "python examples/xpu_to_cpu.py [codec]"),
+        (["device_pair.py", "--help"], 0, "python examples/device_pair.py PREFILLER DECODER"),
+        (["cpu_to_cpu.py", "--help"], 0, "python examples/cpu_to_cpu.py [codec]"),
+        (["cuda_to_xpu.py", "raw", "device"], 2, "Payloads are staged in host memory"),
+        (["device_pair.py", "cpu", "cpu", "raw", "gpu"], 2, "there is no staging 'gpu'; choose one of auto, host, device"),
+        (["cpu_to_cpu.py", "row"], 2, "there is no codec named 'row'"),
+    ],
+    ids=str,
+)
+def test_what_an_example_is_asked(
+    arguments: list[str], code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--help was taken for a codec, a word too many was passed over, and an unknown staging was taken for the device's own memory."""
+    assert run_example(monkeypatch, *arguments) == code
+    printed = capsys.readouterr()
+    assert said in (printed.err if code else printed.out)
+    assert "opening the device" not in printed.err
+
+
+@pytest.mark.parametrize("example", ["cuda_to_xpu.py", "xpu_to_cuda.py", "xpu_to_cpu.py"])
+def test_examples_between_two_kinds_stage_where_both_can(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With "auto" a card's own memory was taken where the agent takes it, and the other end refuses that: staging_differs."""
+    asked = []
+    monkeypatch.syspath_prepend(str(environment.ROOT / "examples"))
+    monkeypatch.setattr(importlib.import_module("device_pair"), "run", lambda *arguments: asked.append(arguments) or 0)
+    assert run_example(monkeypatch, example, "raw") == 0
+    assert asked == [(*example.removesuffix(".py").split("_to_"), "raw", "host")]
