@@ -175,6 +175,8 @@ def main() -> None:
     parser.add_argument("--once", choices=("planes", "slots", "folded"))
     parser.add_argument("--no-sdpa", action="store_true")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this needs an NVIDIA GPU, and none was found")
     torch.manual_seed(0)
     if args.once:
         pages, table = cache(

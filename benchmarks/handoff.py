@@ -219,6 +219,8 @@ def main() -> int:
     parser.add_argument("--in-flight", type=int, default=64, help="MiB that a read of host memory asks for at a time")
     parser.add_argument("--quick", action="store_true", help="fewer chunk sizes and repeats")
     options = parser.parse_args()
+    if torch.cuda.device_count() <= max(options.cards):
+        parser.error(f"this needs NVIDIA GPUs; {torch.cuda.device_count()} were found, and --cards names {max(options.cards)}")
     if options.quick:
         options.repeats, options.chunks = min(options.repeats, 5), [2048, 8192]
     most, (card, other) = max(options.tokens), options.cards

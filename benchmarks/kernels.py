@@ -430,6 +430,8 @@ def main() -> int:
     parser.add_argument("--all-variants", action="store_true")
     parser.add_argument("--warm", nargs=2, type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this needs an NVIDIA GPU, and none was found")
     if options.warm:
         index, count = options.warm
         shape = Shape(options.layers, options.tokens, options.chunk, distinct=False)

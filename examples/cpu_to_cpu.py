@@ -67,6 +67,7 @@ def decode(folder: Path) -> None:
 
 def prefill(folder: Path, codec: str) -> None:
     """The first process: offers a payload, hands the ticket on, waits for the commit."""
+    sides = declared(codec).for_layer(HEAD_DIM, Element.BF16)
     identity, other = create_identity("prefill-0", folder), create_identity("decode-0", folder)
     print("opening the device: its code is compiled first, some 20 s, minutes on a busy host", file=sys.stderr)
     agent = NixlAgent("prefill-0")
@@ -81,7 +82,7 @@ def prefill(folder: Path, codec: str) -> None:
         generation=0,
         chunk_tokens=256,
         groups=(Group(HEADS, HEAD_DIM, 0, TOKENS),),
-        codecs=(declared(codec).for_layer(HEAD_DIM, Element.BF16),),
+        codecs=(sides,),
         layers=tuple(Layer(layer, 0, 0) for layer in range(LAYERS)),
     )
     offer = prefiller.offer(manifest, cache, table)
@@ -104,11 +105,15 @@ def prefill(folder: Path, codec: str) -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--decode"]:
         decode(Path(sys.argv[2]))
-    elif len(sys.argv) > 2 or sys.argv[-1].startswith("-"):
-        sys.exit(__doc__)
+    elif "-h" in sys.argv or "--help" in sys.argv:
+        print((__doc__ or "").strip())
+    elif len(sys.argv) > 2:
+        print((__doc__ or "").strip(), file=sys.stderr)
+        sys.exit(2)
     else:
         with tempfile.TemporaryDirectory() as made:
             try:
                 prefill(Path(made), sys.argv[1] if len(sys.argv) > 1 else "turboquant_4bit_nc")
             except KVBridgeError as error:
-                sys.exit(f"{sys.argv[0]}: {error}")
+                print(error, file=sys.stderr)
+                sys.exit(2)

@@ -8,6 +8,6 @@ The payload is staged in the GPUs' own memory where NIXL can register it, else i
 import sys
 
 import torch
-from device_pair import run
+from device_pair import example
 
-sys.exit(run("cuda", f"cuda:{max(torch.cuda.device_count(), 1) - 1}", *sys.argv[1:3]))
+sys.exit(example(__doc__, "cuda", f"cuda:{max(torch.cuda.device_count(), 1) - 1}"))

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import get_args
 
 import torch
 
@@ -20,6 +21,7 @@ from bridge.codecs import declared
 from bridge.devices import Device, DeviceError, open_device
 from bridge.errors import KVBridgeError
 from bridge.handoff import Decoder, Identity, PeerConfig, Prefiller, Target, Ticket, create_identity
+from bridge.handoff.staging import Where
 from bridge.pages import BlockTable, LayerPages, PagedCache
 from bridge.transfer.nixl import NixlAgent
 from bridge.wire import ContentKind, Element, Group, Layer, Manifest, token_digest
@@ -103,6 +105,7 @@ def prefill(folder: Path, name: str, other_name: str, codec: str, staging: str) 
     if second.stdout is None or second.stdout.readline() != "ready\n":
         second.wait()  # it has said why
         return False
+    print("both devices are open; kernels are compiled on the way, which may take a minute", file=sys.stderr)
     agent = NixlAgent("prefill-0")
     peers = {"decode-0": PeerConfig(other.certificate)}
     prefiller = Prefiller(identity, peers, device, agent, staging_bytes=1 << 26, staging=staging)  # type: ignore[arg-type]
@@ -129,6 +132,9 @@ def prefill(folder: Path, name: str, other_name: str, codec: str, staging: str) 
 
 def run(prefiller: str, decoder: str, codec: str = "turboquant_4bit_nc", staging: str = "auto") -> int:
     """The whole hand-off. Returns an exit code: 0 where what arrived is what was sent, within the codec's loss."""
+    if staging not in get_args(Where):
+        print(f"there is no staging {staging!r}; choose one of {', '.join(get_args(Where))}", file=sys.stderr)
+        return 2
     with tempfile.TemporaryDirectory() as made:
         try:
             return 0 if prefill(Path(made), prefiller, decoder, codec, staging) else 1
@@ -137,12 +143,27 @@ def run(prefiller: str, decoder: str, codec: str = "turboquant_4bit_nc", staging
             return 2
 
 
+def example(usage: str, prefiller: str, decoder: str, staging: str | None = None) -> int:
+    """The script of one pair. Its arguments are the codec and, where `staging` does not fix it, the staging. Returns an exit code."""
+    given = sys.argv[1:]
+    if "-h" in given or "--help" in given:
+        print(usage.strip())
+        return 0
+    if len(given) > (2 if staging is None else 1):
+        print(usage.strip(), file=sys.stderr)
+        return 2
+    codec = given[0] if given else "turboquant_4bit_nc"
+    return run(prefiller, decoder, codec, staging or (given[1] if len(given) > 1 else "auto"))
+
+
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--decode"]:
         try:
             decode(Path(sys.argv[2]), sys.argv[3], sys.argv[4])
         except KVBridgeError as error:
             sys.exit(str(error))
+    elif "-h" in sys.argv or "--help" in sys.argv:
+        print((__doc__ or "").strip())
     elif len(sys.argv) in (3, 4, 5):
         sys.exit(run(*sys.argv[1:]))
     else:

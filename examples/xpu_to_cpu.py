@@ -1,12 +1,12 @@
 """An Intel GPU prefills, a CPU decodes: two processes, random KV instead of a model.
 
-The output says whether a real or an emulated card ran.
+The output says whether a real or an emulated card ran. Payloads are staged in host memory, which is what the two have in common.
 
 python examples/xpu_to_cpu.py [codec]        (default: turboquant_4bit_nc)
 """
 
 import sys
 
-from device_pair import run
+from device_pair import example
 
-sys.exit(run("xpu", "cpu", *sys.argv[1:2]))
+sys.exit(example(__doc__, "xpu", "cpu", staging="host"))

@@ -2,11 +2,11 @@
 
 The output says whether a real or an emulated card ran.
 
-python examples/xpu_to_xpu.py [codec]        (default: turboquant_4bit_nc)
+python examples/xpu_to_xpu.py [codec] [auto|device|host]        (default: turboquant_4bit_nc auto)
 """
 
 import sys
 
-from device_pair import run
+from device_pair import example
 
-sys.exit(run("xpu", "xpu", *sys.argv[1:2]))
+sys.exit(example(__doc__, "xpu", "xpu"))
