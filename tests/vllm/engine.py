@@ -81,10 +81,13 @@ class Engine:
         self._count = 0
         threading.Thread(target=self._read, daemon=True).start()
         self.ready: dict[str, int] | None = None
+        self.ahead = False
+        """Whether this vLLM schedules a step before it has seen the last one's tokens, as it does on GPUs."""
 
     def wait_ready(self) -> Engine:
         if self.ready is None:
-            self.ready = self._reply(BOOT_SECONDS)["free"]
+            answer = self._reply(BOOT_SECONDS)
+            self.ready, self.ahead = answer["free"], answer["ahead"]
         return self
 
     def _read(self) -> None:
@@ -158,6 +161,11 @@ class Engine:
     def rpc(self, method: str, *arguments: Any) -> list[Any]:
         """Calls a method of tests.vllm.hooks.Hooks in every worker."""
         return self.order("rpc", method=f"kvb_{method}", arguments=list(arguments))
+
+    @property
+    def alive(self) -> bool:
+        """A process that was killed takes a moment to end, longer where it has a card; its pipe is closed before that."""
+        return self.process.poll() is None and not self._ended
 
     def counters(self) -> dict[str, int]:
         """Added up over ranks."""

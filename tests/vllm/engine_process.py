@@ -44,7 +44,8 @@ class EngineProcess:
 
     def serve(self) -> None:
         threading.Thread(target=self._read, daemon=True).start()
-        self._say(event="ready", free=self._free())
+        ahead = bool(self._llm.llm_engine.vllm_config.scheduler_config.async_scheduling)
+        self._say(event="ready", free=self._free(), ahead=ahead)
         while True:
             while (order := self._next()) is not None:
                 if order["do"] == "close":
@@ -119,7 +120,7 @@ class EngineProcess:
         sampling = {"temperature": 0.0, "logprobs": 1, "ignore_eos": True, "detokenize": False, **sampling}
         extra = {"kv_transfer_params": params} if params is not None else None
         asked = SamplingParams(max_tokens=max_tokens, extra_args=extra, **sampling)
-        lora = LoRARequest("tuned", 1 + zlib.crc32(adapter.encode()), adapter) if adapter else None
+        lora = LoRARequest("tuned", 1 + zlib.crc32(adapter.encode()) % (2**31 - 1), adapter) if adapter else None
         given = {"prompt_embeds": self._vectors(vectors, len(prompt))} if vectors else {"prompt_token_ids": prompt}
         return self._engine.add_request(request_id, given, asked, lora_request=lora)
 

@@ -76,7 +76,7 @@ class Rig:
     def engine(self, role: str, settings: dict[str, Any]) -> Engine:
         """The running engine of this role if it has these settings; otherwise a new one, begun but perhaps not ready."""
         now = self._engines.get(role)
-        if now is not None and now.settings == settings and now.process.poll() is None:
+        if now is not None and now.settings == settings and now.alive:
             return now
         if now is not None:
             now.close()
