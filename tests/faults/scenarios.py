@@ -121,6 +121,11 @@ def _at(action: Callable[[Rig, Handoff, random.Random], list[Handoff]], mode: Mo
 
         rig.at[step] = lambda: acting.append(rig.threads.submit(act))
         ended = [rig.end(rig.start(made))]
+        if rig.at.pop(step, None) is None:
+            # It came, perhaps at this very moment: what it began must not go on beside the next run.
+            deadline = time.monotonic() + PATIENCE
+            while not acting and time.monotonic() < deadline:
+                time.sleep(0.001)
         met = bool(acting)
         ended += [rig.end(other) for more in acting for other in more.result(PATIENCE)]
         return ended, met
