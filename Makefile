@@ -34,7 +34,7 @@ lint: $(READY) ## ruff, formatting, types
 test: lint $(VLLM_READY) $(XPU_READY) ## every test that needs no accelerator, samples by seed
 	$(BIN)/python -m pytest -q -m 'not boots' $(ARGS)
 
-quick: $(READY) ## the inner loop, 2 minutes on free cores: no model, no second process of a model
+quick: $(READY) ## the inner loop, 4 minutes: no model, no second process of a model
 	$(BIN)/python -m pytest -q -m 'not slow and not model' $(ARGS)
 
 test-gpu: ## the tests that need an accelerator, with this machine's own python and packages
