@@ -19,7 +19,6 @@ from backends.kernels.plan import NO_ORDINAL
 from bridge.devices import HeldLayers, ShareColumn, Shares, SpanShare
 from bridge.pages import BlockTable, PagedCache, PagesDoNotFit
 from bridge.wire import BLOCK_TOKENS, TagKeys
-from bridge.wire.payload import tag_plane_bytes
 
 WHOLE_SEQUENCE = 1 << 30
 """Chunk size of every launch: it has one chunk, and the kernels are compiled for fewer cases."""
@@ -30,7 +29,7 @@ class Move:
     """Shares of one column that go one way; all arrays are int64 [n].
 
     like: the column's first share, which they are like. places: theirs in the column. known: what is known of each layer. local: the
-    pages' head that is a share's first. nbytes, run_bytes: of each share. offsets: bytes of the caller's buffer at which they begin.
+    pages' head that is a share's first. offsets: bytes of the caller's buffer at which they begin.
     ordinals: of their first blocks. masks: the numbers of their first masks. bases: the bytes of the buffer at hand at which they begin.
     """
 
@@ -39,7 +38,6 @@ class Move:
     places: np.ndarray | None
     known: tuple[Known, ...]
     local: int
-    run_bytes: int
     offsets: np.ndarray
     ordinals: np.ndarray
     masks: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -47,7 +45,8 @@ class Move:
 
     @property
     def nbytes(self) -> int:
-        return self.like.head_count * self.run_bytes
+        """Of each share."""
+        return self.like.nbytes
 
     @property
     def way(self) -> str:
@@ -70,7 +69,6 @@ class Move:
             places=places if self.places is None else self.places[places],
             known=tuple(self.known[place] for place in places.tolist()),
             local=self.local,
-            run_bytes=self.run_bytes,
             offsets=self.offsets[places],
             ordinals=self.ordinals[places],
             masks=self.masks[places],
@@ -151,10 +149,9 @@ def gather(
         like, span, heads = column.like, column.like.span, column.like.head_count
         if like.codec.block_bytes(like.head_dim) != span.block_bytes:
             raise PagesDoNotFit(f"blocks of {span.block_bytes} bytes are not those of the share's codec and head dimension")
-        run_bytes = span.blocks * span.block_bytes + tag_plane_bytes(span.blocks)
-        first_byte, end_byte = int(column.offsets.min()), int(column.offsets.max()) + heads * run_bytes
+        first_byte, end_byte = int(column.offsets.min()), int(column.offsets.max()) + like.nbytes
         if first_byte < 0 or end_byte > size:
-            raise PagesDoNotFit(f"shares of {heads * run_bytes} bytes in bytes {first_byte} to {end_byte} of a buffer of {size} bytes")
+            raise PagesDoNotFit(f"shares of {like.nbytes} bytes in bytes {first_byte} to {end_byte} of a buffer of {size} bytes")
         first, end = span.first_token, span.end_token
         if write is not None:
             first, end = max(first, write[0]), min(end, write[1])
@@ -169,7 +166,7 @@ def gather(
                 table.check(first, end, one.num_pages)
                 checked.add((first, end, one.num_pages))
             at = (column.offsets, ordinals) if places is None else (column.offsets[places], ordinals[places])
-            (on_host if one.way.way == "host" else moves).append(Move(like, column, places, known, local, run_bytes, *at))
+            (on_host if one.way.way == "host" else moves).append(Move(like, column, places, known, local, *at))
     return Work(moves, on_host)
 
 
@@ -331,7 +328,7 @@ def _records(move: Move, work: Work) -> np.ndarray:
     made = np.empty((len(move.known), len(heads), RECORD), np.int64)
     first, end = span.first_token % BLOCK_TOKENS, (span.end_token - 1) % BLOCK_TOKENS + 1
     made[:] = (0, span.blocks, span.block_bytes // 16, 0, work.keys[span.block_bytes][0], first, end, 0)
-    made[:, :, 0] = (move.bases // 16)[:, None] + heads * (move.run_bytes // 16)
+    made[:, :, 0] = (move.bases // 16)[:, None] + heads * (span.run_bytes // 16)
     made[:, :, 3] = (work.masks + move.masks)[:, None] + heads * span.blocks
     return made.reshape(-1, RECORD)
 
