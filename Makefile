@@ -31,7 +31,7 @@ lint: $(READY) ## ruff, formatting, types
 	$(BIN)/ruff format --quiet --check .
 	$(BIN)/mypy --no-error-summary
 
-test: lint $(VLLM_READY) $(XPU_READY) ## every test that needs no accelerator, samples by seed
+test: lint $(VLLM_READY) $(XPU_READY) ## the tests that need no accelerator, but for the longest, samples by seed
 	$(BIN)/python -m pytest -q -m 'not boots' $(ARGS)
 
 quick: $(READY) ## the inner loop, 4 minutes: no model, no second process of a model
